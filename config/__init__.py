@@ -1,0 +1,1 @@
+"""One frozen tree of settings, from file, environment and flags; a room gets its section, not the tree."""

@@ -1,0 +1,1 @@
+"""Nouns that every room shares: ids, errors, time, block hashes, segments, sampling. Standard library only."""

@@ -1,0 +1,185 @@
+"""What the engine is told and what it says: commands in, events out.
+
+Commands may be posted from any thread; the engine applies them between steps. Events leave once a step, in order, from
+the engine's own thread. A sequence is named by a key that the worker draws and never reuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from ..core.errors import HeadraceError
+from ..core.sampling import FinishReason, SamplingParams, TokenLogprobs
+from ..kvcache.sequence import SequencePages
+
+
+class LegKind(Enum):
+    """Which phases of a request run here."""
+
+    PREFILL = "prefill"
+    """Compute the prompt, sample the first token, keep the pages until `Release`."""
+    GENERATE = "generate"
+    """The prompt's pages arrive from elsewhere (`Admit`); decode from output index `first_index + 1` on."""
+    LOCAL = "local"
+    """Both phases here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """One sequence as the engine needs it."""
+
+    key: int
+    kind: LegKind
+    prompt: tuple[int, ...]
+    num_output_tokens: int
+    """How many trailing ids of `prompt` were generated earlier: output indices and penalties count from there."""
+    sampling: SamplingParams
+    namespace: str = ""
+    priority: int = 0
+
+
+# ---- commands ----
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Queue a request. PREFILL computes nothing before `Start`. GENERATE and LOCAL answer `Reserved` or `Refused`;
+    LOCAL then computes at once. A PREFILL waits, `Reserved`, for its `Start`."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True)
+class Start:
+    """PREFILL: a taker has its credits; compute."""
+
+    key: int
+
+
+@dataclass(frozen=True)
+class Admit:
+    """GENERATE: every byte is here and verified, and P's first token is known; decode from the next step on."""
+
+    key: int
+    first_token: int
+    first_index: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """The pages of a finished PREFILL, or of a GENERATE that was never admitted, are read or written by nobody else."""
+
+    key: int
+
+
+@dataclass(frozen=True)
+class AbortSequence:
+    """End a sequence in any phase. Pages return at once, except those of a PREFILL or an unadmitted GENERATE: these
+    wait for `Release`, since a gather or a scatter may still touch them."""
+
+    key: int
+
+
+Command: TypeAlias = Submit | Start | Admit | Release | AbortSequence
+
+# ---- events ----
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Credits for the whole prompt and the output reserve are taken in every pool."""
+
+    key: int
+    held_tokens: int
+    pages: SequencePages
+    """GENERATE: page ids for the whole prompt, for the scatter. Others: empty until computed."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Nothing was taken and nothing is kept of the request."""
+
+    key: int
+    error: HeadraceError
+
+
+@dataclass(frozen=True)
+class Started:
+    """PREFILL, LOCAL: the first chunk is in this step."""
+
+    key: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class ChunkDone:
+    """Positions below `computed` are final in the pages, on the device too."""
+
+    key: int
+    computed: int
+    pages: SequencePages
+
+
+@dataclass(frozen=True)
+class TokenSampled:
+    """One output token."""
+
+    key: int
+    index: int
+    """Absolute output index, from 0."""
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True)
+class PromptScored:
+    """Raw log-probabilities of prompt tokens from `first_position` on."""
+
+    key: int
+    first_position: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class SequenceFinished:
+    """The sequence ended well; LOCAL and GENERATE pages are back. PREFILL: the prompt and its first token are done
+    (`reason` None unless that token ended the request); pages stay until `Release`."""
+
+    key: int
+    reason: FinishReason | None
+    stop_token_id: int | None
+    computed_tokens: int
+    prefill_s: float
+    pages: SequencePages | None
+
+
+@dataclass(frozen=True)
+class SequenceFailed:
+    """The sequence ended badly; pages as after `AbortSequence`."""
+
+    key: int
+    error: HeadraceError
+
+
+Event: TypeAlias = Reserved | Refused | Started | ChunkDone | TokenSampled | PromptScored | SequenceFinished | SequenceFailed
+
+EventSink: TypeAlias = Callable[[Sequence[Event]], None]
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """A snapshot for load reports and metrics; made in the engine thread, read anywhere."""
+
+    running: int
+    waiting: int
+    queued_tokens: int
+    steps: int
+    last_progress_s: float
+    """Monotonic time of the last step end; with work present and this long ago, the worker is wedged."""
+    pools: dict[str, tuple[int, int, int, int, int]]
+    """By pool kind: total, free, active, cached, reserved."""
+    audit_mismatches: int
