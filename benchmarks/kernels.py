@@ -1,0 +1,247 @@
+"""Our kernels beside their best peers on one Hopper GPU, in one process: checked against float64 first, then timed.
+
+    PYTHONPATH=.src python benchmarks/kernels.py --kit .peers --peers DIR [--parts attention indexer ...] [--json FILE]
+
+--kit is the folder of the peer kit (its `table.py`, `peer_*.py`), --peers where its peers were unpacked. Several calls over
+different inputs stand in one CUDA graph, so that launches and cached inputs do not count. Rows go to FILE as JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PARTS = ("attention", "fused", "indexer", "topk")
+HBM_BYTES_S, BF16_FLOP_S, FP8_FLOP_S = 4.28e12, 777e12, 1430e12
+DEV = "cuda"
+
+
+def floor_us(flops: float, nbytes: float, rate: float = BF16_FLOP_S) -> float:
+    """Microseconds that the operation needs at least: bytes at the copy rate, or products at the library's rate."""
+    return max(nbytes / HBM_BYTES_S, flops / rate) * 1e6
+
+
+def attention(table: Any, splits: tuple[int, ...] = (1, 2, 4), batches: tuple[int, ...] = (1, 16, 64, 128)) -> None:
+    """K5 against FlashMLA's sparse decode, planned before."""
+    import peer_flashmla as peer
+
+    from headrace.kernels.cuda.decode_attention import EntryList, decode_attention
+
+    def ours(data: Any, split: int) -> list[Callable[[], Any]]:
+        sets = data.q if isinstance(data.q, list) else [data.q]
+        pick = (lambda x, j: x[j] if isinstance(x, list) else x)
+        lse = torch.full((data.out.shape[0], data.out.shape[2]), float("nan"), device=DEV)
+
+        def call(j: int) -> Any:
+            second = None
+            if data.extra is not None:
+                second = EntryList(pages=data.extra, page_entries=data.page, slots_BW=pick(data.extra_idx, j)[:, 0],
+                                   lengths_B=data.extra_len)
+            decode_attention(
+                sets[j][:, 0],
+                EntryList(pages=data.swa, page_entries=data.page, slots_BW=pick(data.swa_idx, j)[:, 0],
+                          lengths_B=data.swa_len),
+                second, sink_H=data.sink, split=split, out_BHD=data.out[:, 0], lse_BH=lse)
+            return data.out, lse[..., None]
+
+        return [lambda j=j: call(j) for j in range(len(sets))]
+
+    for page, heads in ((64, 64), (256, 64), (32, 64), (2, 64), (64, 128)):
+        case = peer.decode_check_case(page, heads)
+        for split in splits:
+            table.measure(case, f"ours, split {split}", ours(case.data, split))
+    for heads in (64, 128):
+        for case in peer.decode_cases(batches=batches if heads == 64 else (16, 64), h=heads):
+            if "eager" in case.kernel:
+                continue
+            peer_us = table.measure(case)
+            if "planner" in case.kernel:
+                continue
+            low = floor_us(case.flops, case.nbytes)
+            for split in splits:
+                us = table.measure(case, f"ours, split {split}", ours(case.data, split))
+                table.note(f"split {split}: {us / peer_us:.2f} of the peer's time, floor {low:.1f} us = {low / us:.2f}")
+
+
+def fused(table: Any, batches: tuple[int, ...] = (1, 16, 64, 128), splits: tuple[int, ...] = (1, 2, 4)) -> None:
+    """K2's q side + K5 + K3 in one launch, against the same three in plain PyTorch (float64 attention)."""
+    import peer_flashmla as peer
+    from gputime import relative_error
+    from peer_vllm import cos_sin
+    from table import Case, poison
+
+    from headrace.kernels.cuda import decode_attention as k5
+
+    swa, ext = peer.random_cache(2048, 64), peer.random_cache(32768, 64)
+    cs = cos_sin(65536)
+    for b in batches:
+        sets = 8
+        q = [torch.randn(b, 64, 512, device=DEV).mul_(3).to(torch.bfloat16) for _ in range(sets)]
+        pos = torch.randint(0, 65536, (b,), device=DEV)
+        sink = torch.randn(64, device=DEV)
+        i0 = [peer.random_slots(b, 128, 2048 * 64)[:, 0] for _ in range(sets)]
+        i1 = [peer.random_slots(b, 512, 32768 * 64)[:, 0] for _ in range(sets)]
+        l0 = torch.full((b,), 128, device=DEV, dtype=torch.int32)
+        l1 = torch.full((b,), 512, device=DEV, dtype=torch.int32)
+        out = torch.empty(b, 64, 512, device=DEV, dtype=torch.bfloat16)
+        align = (b + 3) // 4 * 4
+        codes = torch.empty(8, b, 4096, dtype=torch.float8_e4m3fn, device=DEV)
+        scales = torch.empty(8 * 32 * align, device=DEV).as_strided((8, b, 32), (32 * align, 1, align))
+
+        def call(j: int, split: int, quant: bool) -> None:
+            k5.decode_attention(
+                q[j], k5.EntryList(pages=swa, page_entries=64, slots_BW=i0[j], lengths_B=l0),
+                k5.EntryList(pages=ext, page_entries=64, slots_BW=i1[j], lengths_B=l1), sink_H=sink, split=split,
+                out_BHD=out, positions_B=pos, cos_sin=cs, raw_q=True, quantised=(codes, scales) if quant else None)
+
+        rows = min(b, 16)
+        lists = [k5.EntryList(pages=p, page_entries=64, slots_BW=i[0][:rows], lengths_B=n[:rows])
+                 for p, i, n in ((swa, i0, l0), (ext, i1, l1))]
+        want, _ = k5.decode_attention_reference(
+            k5.norm_rope_q(q[0][:rows], pos[:rows], cs), lists[0], lists[1], sink_H=sink)
+        want_turned = k5.rotate(want, cs[pos[:rows]][:, None], inverse=True)
+
+        def check_plain(_: Any) -> float:
+            return relative_error(out[:rows], want)
+
+        def check_quant(_: Any, split: int = 1) -> dict[str, float]:
+            got = (codes.float().view(8, b, 32, 128) * scales[..., None])[:, :rows].transpose(0, 1).reshape(rows, 64, 512)
+            mine, mine_scale = codes.clone(), scales.clone()
+            call(0, split, False)
+            plain = k5.quantise_output(out, pos, cs)
+            unlike = (mine.view(torch.uint8) != plain[0].view(torch.uint8)).float().mean() + (mine_scale != plain[1]).float().mean()
+            return {"out": relative_error(got, want_turned), "share unlike the separate K3": float(unlike)}
+
+        for split in splits:
+            table.measure(Case(f"ours K2q+K5, split {split}", f"batch {b}, c4a", [lambda j=j, s=split: call(j, s, False) for j in range(sets)],
+                               check=check_plain, reset=lambda: poison(out), limit=5e-3))
+            table.measure(Case(f"ours K2q+K5+K3, split {split}", f"batch {b}, c4a", [lambda j=j, s=split: call(j, s, True) for j in range(sets)],
+                               check=lambda r, s=split: check_quant(r, s), reset=lambda: (poison(codes), scales.fill_(math.nan)),
+                               limit={"out": 3.5e-2, "share unlike the separate K3": 1e-3}))
+
+
+def key_pages(num_pages: int) -> Tensor:
+    """Random fp4 index pages [num_pages, 4352], some of the four scales of a key far apart."""
+    from headrace.kernels.cuda.indexer import pack_keys
+
+    part = min(num_pages, 256)
+    spread = torch.exp2(torch.randint(-8, 4, (part * 64, 4), device=DEV).float()).repeat_interleave(32, 1)
+    codes, scales = pack_keys(torch.randn(part * 64, 128, device=DEV) * spread)
+    page = torch.cat([codes.view(part, -1), scales.view(part, -1)], 1)
+    return page.repeat(-(-num_pages // part), 1)[:num_pages].contiguous()
+
+
+def indexer(table: Any) -> None:
+    """K4 logits with fp4 keys against DeepGEMM's with fp8 keys, and logits + top-512 together."""
+    import peer_deepgemm as peer
+    from gputime import relative_error
+    from table import Case
+
+    from headrace.kernels.cuda import indexer as k4
+
+    dg = peer.load(os.environ["PEERS"])
+    for case in peer.logits(dg):
+        if "metadata" in case.kernel:
+            continue
+        peer_us = table.measure(case)
+        d = case.data
+        b, ctx = d.lens.shape[0], d.table[0].shape[1] * 64
+        pages = key_pages(d.cache.shape[0])
+        lens = d.lens[:, 0].contiguous()
+        out = torch.empty(b, ctx, device=DEV)
+        rows = [0, b - 1]
+        want = k4.index_logits_reference(d.q[0][rows, 0], d.weights[rows], pages, d.table[0][rows], lens[rows])
+        total = int(lens.sum())
+
+        def check(_: Any) -> float:
+            return max(relative_error(out[r, : lens[r]], want[i, : lens[r]]) for i, r in enumerate(rows))
+
+        slots, kept = torch.empty(b, 512, dtype=torch.int32, device=DEV), torch.empty(b, dtype=torch.int32, device=DEV)
+        for cut in (4, 8, 16):
+            def logits(i: int, cut: int = cut) -> None:
+                k4.index_logits(d.q[i][:, 0], d.weights, pages, d.table[i], lens, out, pages_a_block=cut)
+
+            def both(i: int, cut: int = cut) -> None:
+                logits(i, cut)
+                k4.top_k(out, lens, slots, kept, d.table[i], max_length=ctx)
+
+            us = table.measure(Case(f"ours fp4, {cut} pages a block", case.shape, [lambda i=i: logits(i) for i in (0, 1)],
+                                    check=check, limit=1e-3, reset=lambda: out.fill_(math.nan),
+                                    flops=total * 64 * 128 * 2, nbytes=total * 68))
+            low = floor_us(total * 64 * 128 * 2, total * 68, FP8_FLOP_S)
+            table.note(f"{us / peer_us:.2f} of the peer's time, floor {low:.1f} us = {low / us:.2f}")
+            table.measure(Case(f"ours fp4 logits + top 512, {cut} pages a block", case.shape, [lambda i=i: both(i) for i in (0, 1)]))
+
+
+def topk(table: Any) -> None:
+    """K4's top-k against vLLM's cooperative and persistent ones; ours is compared place by place with a stable sort."""
+    import peer_vllm as peer
+
+    from headrace.kernels.cuda import indexer as k4
+
+    peer.load_ops(os.environ["PEERS"])
+    for case in peer.topk():
+        if "torch" in case.kernel:
+            continue
+        table.measure(case)
+        d = case.data
+        want, _ = k4.top_k_reference(d.logits[0], d.lens, 512)
+        rows, n = d.logits[0].shape
+        for size in (1, 2, 4, 8):
+            if n > 32768 * size or "persistent" in case.kernel and rows <= 64:
+                continue
+            table.measure(case, f"ours, {size} blocks a row{' (default)' if size == k4.top_k_blocks(rows, n) else ''}",
+                          [lambda x=x, s=size: k4.top_k(x, d.lens, d.out, blocks_a_row=s) for x in d.logits])
+            k4.top_k(d.logits[0], d.lens, d.out, blocks_a_row=size)
+            table.row("", "places unlike the stable sort's", error=float((want != d.out).sum()), limit=0.0)
+    for n in (700, 5000, 30000):  # many ties, few values, ragged
+        x = torch.randint(-3, 4, (8, n), device=DEV).float() * 0.0  # zeros of both signs
+        x[4:] = torch.randint(0, 40, (4, n), device=DEV).float()
+        x[6:] = torch.randn(2, n, device=DEV)
+        x[7, 5] = 3e38
+        lens = torch.tensor([n, n - 1, 513, 512, n, 600, n, n], dtype=torch.int32, device=DEV)
+        out = torch.empty(8, 512, dtype=torch.int32, device=DEV)
+        want, _ = k4.top_k_reference(x, lens, 512)
+        for size in (1, 2, 4, 8):
+            k4.top_k(x, lens, out, blocks_a_row=size)
+            table.row(f"ours, ties, {size} blocks a row", f"8 rows of {n}", error=float((want != out).float().mean()), limit=0.0)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--kit", default=".peers")
+    p.add_argument("--peers", default=os.environ.get("PEERS"))
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    p.add_argument("--json")
+    p.add_argument("--seed", type=int, default=None)
+    a = p.parse_args()
+    os.environ["PEERS"] = a.peers
+    sys.path.insert(0, a.kit)
+    import peer_flashmla
+    from table import Table
+
+    seed = a.seed if a.seed is not None else int(time.time())
+    torch.manual_seed(seed)
+    table = Table("kernels", a.json)
+    table.note(f"seed {seed}")
+    parts: dict[str, Callable[[Any], None]] = {"attention": attention, "fused": fused, "indexer": indexer, "topk": topk}
+    with torch.no_grad():
+        peer_flashmla.load(a.peers)
+        for part in a.parts:
+            try:
+                parts[part](table)
+            except Exception as exc:
+                table.fail(part, "-", exc)
+    sys.exit(table.close())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,558 @@
+// Indexer logits over paged fp4 keys (68 bytes an entry), and exact stable top-k.
+//
+// Logits: s[t, j] = sum_h w[t, h] * relu(q[t, h] . k[j]). One warp-group takes 64 keys (a page) as the 64 rows of an fp8
+// product whose columns are the 64 heads, so the sum over heads stays inside a quad of threads. Keys never touch shared
+// memory: a thread loads the 16 bytes that hold one key's channels 32 * quad .. + 31, exactly one scale group, and unpacks them
+// to e4m3 by table look-up (prmt); q's channels are permuted to match when it is loaded. A key's largest group scale is pulled
+// out of the product; what a group's scale is below it, d = 0..14, is folded into the e4m3 code, exactly; d is clamped at 14.
+//
+// Top-k: one block a row. Keys are the fp32 bits made sortable; a histogram of 2048 equal parts of [min, max] finds the part
+// that holds the k-th largest, and is repeated inside it until it is settled. Ties go to the lower index; output ascends.
+#include "hopper.cuh"
+
+using namespace hr;
+
+struct LogitsParams {
+  const uint8_t* q;  // [T, 64, 128] e4m3
+  int64_t q_stride_t;
+  const float* w;  // [T, 64]
+  int64_t w_stride_t;
+  const uint8_t* pages;  // 64 x 64 bytes of codes, then 64 x 4 of scales
+  int64_t page_stride, num_pages;
+  const int32_t* table;  // [T, max pages]
+  int64_t table_stride;
+  const int32_t* lengths;  // [T] visible keys
+  float* logits;           // [T, >= max length]
+  int64_t logits_stride;
+  int32_t tokens, max_pages, skip, range;  // rows of at most `skip` keys are left out; pages a block
+};
+
+struct TopkParams {
+  const float* logits;
+  int64_t logits_stride;
+  const int32_t* lengths;
+  const int32_t* table;  // or null: indices themselves are given out
+  int64_t table_stride;
+  int32_t* out;  // [T, k]
+  int64_t out_stride;
+  int32_t* out_lengths;  // [T]
+  int32_t tokens, k;
+};
+
+namespace {
+
+// e4m3 codes of the e2m1 magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 times 2^(6 - d), d = 0..14; magnitude 0 in the lowest byte.
+__constant__ uint64_t kCodes[15] = {
+    0x7c7874706c686000ull, 0x74706c6864605800ull, 0x6c6864605c585000ull, 0x64605c5854504800ull, 0x5c5854504c484000ull,
+    0x54504c4844403800ull, 0x4c4844403c383000ull, 0x44403c3834302800ull, 0x3c3834302c282000ull, 0x34302c2824201800ull,
+    0x2c2824201c181000ull, 0x24201c1814100800ull, 0x1c1814100c080400ull, 0x14100c0806040200ull, 0x0c08060403020100ull};
+
+constexpr int kStages = 6, kPageBytes = 4352;  // pages on their way to a block
+
+__device__ __forceinline__ uint4 ld_u4(uint32_t addr) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr));
+  return v;
+}
+__device__ __forceinline__ uint32_t ld_u1(uint32_t addr) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(addr));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t select) {  // __byte_perm may drop the selectors' top bits
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(select));
+  return r;
+}
+
+__device__ __forceinline__ void unpack(uint32_t x, uint2 table, uint32_t& first, uint32_t& second) {
+  uint32_t magnitude = x & 0x77777777u, sign = x & 0x88888888u;
+  // Selector 8 repeats the sign bit of byte 0 (0x80): 0xff where the nibble is negative, else 0x80; bit 6 tells them apart.
+  first = prmt(table.x, table.y, magnitude) | ((prmt(0x80, 0, sign) << 1) & 0x80808080u);
+  second = prmt(table.x, table.y, magnitude >> 16) | ((prmt(0x80, 0, sign >> 16) << 1) & 0x80808080u);
+}
+
+}  // namespace
+
+__global__ void __launch_bounds__(128, 4) index_logits(const __grid_constant__ LogitsParams p) {
+  __shared__ __align__(1024) uint8_t q_shared[64 * 128];
+  __shared__ __align__(128) uint8_t ring[kStages * kPageBytes];
+  __shared__ uint2 codes[15];
+  __shared__ uint64_t bars[2 * kStages];
+  const int token = blockIdx.y, tid = threadIdx.x, lane = tid & 31, quad = lane & 3;
+  const int n = p.lengths[token], first = blockIdx.x * p.range;
+  const int last = min(min((n + 63) >> 6, p.max_pages), first + p.range), count = last - first;
+  if (n <= p.skip || count <= 0) return;
+
+  const uint32_t full = smem_u32(bars), empty = full + 8 * kStages, pages = smem_u32(ring);
+  if (tid == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      mbar_init(full + 8 * i, 1);
+      mbar_init(empty + 8 * i, 4);
+    }
+    fence_barrier_init();
+  }
+  if (tid < 15) codes[tid] = make_uint2((uint32_t)kCodes[tid], (uint32_t)(kCodes[tid] >> 32));
+  // A page id a lane: the launch keeps `range` at 32 or less.
+  const int id = lane < count ? p.table[token * p.table_stride + first + lane] : 0;
+  const bool known = (uint32_t)id < (uint64_t)p.num_pages;
+  auto copy = [&](int page, int stage) {
+    const uint8_t* from = p.pages + (int64_t)page * p.page_stride;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + 8 * stage), "n"(kPageBytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     pages + stage * kPageBytes),
+                 "l"(from), "n"(kPageBytes), "r"(full + 8 * stage)
+                 : "memory");
+  };
+  __syncthreads();
+  if (tid < min(count, kStages)) copy(known ? id : 0, tid);
+
+  const int row = (tid >> 5) * 16 + (lane >> 2);
+  {  // word P = s * 8 + half * 4 + quad of a row holds q's channels 32 * quad + 8 * s + 4 * half .. + 3
+    const uint32_t* src = (const uint32_t*)(p.q + token * p.q_stride_t);
+    const uint32_t dst = smem_u32(q_shared);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      int head = i * 4 + (tid >> 5), word = lane;
+      int to = ((word >> 1) & 3) * 8 + (word & 1) * 4 + (word >> 3);
+      st_shared_b32(dst + head * 128 + (((to >> 2) ^ (head & 7)) << 4) + (to & 3) * 4, src[head * 32 + word]);
+    }
+  }
+  float w[16];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float2 v = *(const float2*)(p.w + token * p.w_stride_t + 8 * i + 2 * quad);
+    w[2 * i] = v.x;
+    w[2 * i + 1] = v.y;
+  }
+  fence_async();
+  __syncthreads();
+  const uint64_t q_desc = operand(smem_u32(q_shared), 16, 1024);
+  float* out = p.logits + token * p.logits_stride + first * 64 + row + 8 * (quad & 1);
+  const int left = n - first * 64 - row - 8 * (quad & 1);
+
+  // While a page is in the tensor cores the next one is unpacked, so two sets of operands take turns.
+  struct Operands {
+    uint32_t a[4][4];
+    int top[2];
+  };
+  auto prepare = [&](int i, Operands& next) {
+    const int stage = i % kStages, phase = i / kStages & 1;
+    const uint32_t at = pages + stage * kPageBytes;
+    mbar_wait(full + 8 * stage, phase);
+    const uint4 code[2] = {ld_u4(at + row * 64 + quad * 16), ld_u4(at + row * 64 + 512 + quad * 16)};
+    const uint32_t scale[2] = {ld_u1(at + 4096 + row * 4), ld_u1(at + 4096 + row * 4 + 32)};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t s = scale[h];
+      const uint32_t pair = __vmaxu2(s & 0x00ff00ffu, (s >> 8) & 0x00ff00ffu);
+      next.top[h] = max(pair & 0xffff, pair >> 16);
+      const uint2 t = codes[min(next.top[h] - (int)((s >> (8 * quad)) & 0xff), 14)];
+      const uint32_t x[4] = {code[h].x, code[h].y, code[h].z, code[h].w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) unpack(x[k], t, next.a[k][h], next.a[k][2 + h]);
+    }
+    // The page has been read by this warp; once all four have, the block's first thread asks for another in its place.
+    __syncwarp();
+    if (lane == 0) mbar_arrive(empty + 8 * stage);
+    if (tid < 32 && i + kStages < count) {
+      const int page = __shfl_sync(~0u, known ? id : 0, i + kStages);
+      if (lane == 0) {
+        mbar_wait(empty + 8 * stage, phase);
+        copy(page, stage);
+      }
+      __syncwarp();
+    }
+  };
+  auto step = [&](int i, Operands& now, Operands& next) {
+    float acc[32];
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_fp8_rs(acc, now.a[k], q_desc + 2 * k, k != 0);
+    wgmma_commit();
+    if (i + 1 < count) prepare(i + 1, next);
+    wgmma_wait<0>();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)  // the tensor cores read these registers until here: keep the compiler off them
+      asm volatile("" ::"r"(now.a[k][0]), "r"(now.a[k][1]), "r"(now.a[k][2]), "r"(now.a[k][3]));
+    float sum[2][2] = {};
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int k = 0; k < 2; ++k) sum[h][k] = fmaf(w[2 * j + k], fmaxf(acc[4 * j + 2 * h + k], 0.0f), sum[h][k]);
+    // Lane `quad` of a quad ends row + 8 * (quad & 1): one exchange instead of two for half of the rows each.
+    const float s0 = sum[0][0] + sum[0][1], s1 = sum[1][0] + sum[1][1];
+    float v = (quad & 1) ? s1 : s0;
+    v += __shfl_xor_sync(~0u, (quad & 1) ? s0 : s1, 1);
+    v += __shfl_xor_sync(~0u, v, 2);
+    const int e = (quad & 1) ? now.top[1] : now.top[0];
+    // 2^(e - 127 - 6), in two steps since it may be below the smallest normal number.
+    v *= 0.015625f * (e ? __uint_as_float((uint32_t)e << 23) : 5.877471754111438e-39f);
+    if (!__shfl_sync(~0u, known, i)) v = -INFINITY;
+    if (quad < 2 && i * 64 < left) out[i * 64] = v;
+  };
+  Operands even, odd;
+  prepare(0, even);
+  for (int i = 0; i < count; i += 2) {
+    step(i, even, odd);
+    if (i + 1 < count) step(i + 1, odd, even);
+  }
+}
+
+namespace {
+
+constexpr int kBins = 2048, kThreads = 1024;
+
+__device__ __forceinline__ uint32_t sortable(float v) {
+  uint32_t b = __float_as_uint(v + 0.0f);  // -0 becomes 0: they tie
+  return b ^ ((b >> 31) ? 0xffffffffu : 0x80000000u);
+}
+
+__device__ __forceinline__ float unsort(uint32_t k) { return __uint_as_float(k ^ ((k >> 31) ? 0x80000000u : 0xffffffffu)); }
+
+// Sum over the threads after this one (exclusive suffix), and the total; all threads of the block call it.
+__device__ __forceinline__ uint32_t suffix_sum(uint32_t v, uint32_t* scratch) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  uint32_t s = v;
+#pragma unroll
+  for (int m = 1; m < 32; m <<= 1) {
+    uint32_t o = __shfl_down_sync(~0u, s, m);
+    if (lane + m < 32) s += o;
+  }
+  if (lane == 0) scratch[warp] = s;
+  __syncthreads();
+  uint32_t after = 0;
+  uint32_t t = lane > warp ? scratch[lane] : 0;
+#pragma unroll
+  for (int m = 16; m; m >>= 1) t += __shfl_xor_sync(~0u, t, m);
+  after = t;
+  __syncthreads();
+  return s - v + after;
+}
+
+}  // namespace
+
+constexpr int kCandidates = 1024;
+
+struct TopkShared {
+  uint32_t bins[kBins];
+  uint32_t scratch[32], found[3], minimum, maximum, floor, count, chosen;
+  uint32_t num_candidates;
+  uint32_t candidate_key[kCandidates];
+  int32_t candidate_place[kCandidates];
+};
+
+// SIZE blocks (a cluster) share a row; each keeps up to KEYS keys a thread in registers. Neither changes the result.
+template <int KEYS, int SIZE>
+__global__ void __launch_bounds__(kThreads, 1) top_k(const __grid_constant__ TopkParams p) {
+  __shared__ TopkShared sh;
+  const int rank = SIZE == 1 ? 0 : blockIdx.x, token = blockIdx.y;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int n = p.lengths[token];
+  const float* row = p.logits + token * p.logits_stride;
+  int32_t* out = p.out + token * p.out_stride;
+  const int32_t* table = p.table ? p.table + token * p.table_stride : nullptr;
+  auto slot = [&](int i) { return table ? table[i >> 6] * 64 + (i & 63) : i; };
+  auto sync = [&] {
+    if constexpr (SIZE == 1)
+      __syncthreads();
+    else
+      cluster_sync();
+  };
+  auto peer = [&](const uint32_t* at, int r) {  // a word of block r's shared memory
+    if constexpr (SIZE == 1) return *at;
+    uint32_t v;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(map_rank(smem_u32(at), r)));
+    return v;
+  };
+  if (rank == 0 && tid == 0 && p.out_lengths) p.out_lengths[token] = min(max(n, 0), p.k);
+  if (n <= p.k) {
+    if (rank == 0)
+      for (int i = tid; i < p.k; i += kThreads) out[i] = i < n ? slot(i) : -1;
+    return;
+  }
+  // A thread owns `per` neighbouring places, so that counting by thread is counting by place.
+  const int per = ((n + kThreads * SIZE - 1) / (kThreads * SIZE) + 3) & ~3;
+  const int start = (rank * kThreads + tid) * per;
+  const bool aligned = ((uintptr_t)row & 15) == 0;
+  uint32_t key[KEYS];  // 0 lies below every number: it stands for no key, and is never counted nor chosen
+#pragma unroll
+  for (int r = 0; r < KEYS; r += 4) {
+    key[r] = key[r + 1] = key[r + 2] = key[r + 3] = 0u;
+    const int i = start + r;
+    if (r < per && i < n) {
+      if (aligned && i + 3 < n) {
+        const float4 v = *(const float4*)(row + i);
+        key[r] = sortable(v.x);
+        key[r + 1] = sortable(v.y);
+        key[r + 2] = sortable(v.z);
+        key[r + 3] = sortable(v.w);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (i + j < n) key[r + j] = sortable(row[i + j]);
+      }
+    }
+  }
+  sh.bins[tid] = 0;
+  sh.bins[tid + kThreads] = 0;
+  if (tid == 0) sh.num_candidates = 0;
+  uint32_t lo = ~0u, hi = 0;
+#pragma unroll
+  for (int r = 0; r < KEYS; ++r) {
+    lo = min(lo, key[r] ? key[r] : ~0u);
+    hi = max(hi, key[r]);
+  }
+  // Each lane of a warp has a key at least as large as the least of the lanes' largest, so a warp has 32 of them: with k / 32
+  // warps there are k, and the k / 32-th largest of the warps' values is a floor below which nothing needs to be counted.
+  uint32_t warp_floor = __reduce_min_sync(~0u, hi);
+  lo = __reduce_min_sync(~0u, lo);
+  hi = __reduce_max_sync(~0u, hi);
+  if (lane == 0) {
+    sh.scratch[warp] = lo;
+    sh.candidate_key[warp] = hi;
+    sh.candidate_key[32 + warp] = warp_floor;
+  }
+  __syncthreads();
+  lo = __reduce_min_sync(~0u, sh.scratch[lane]);
+  hi = __reduce_max_sync(~0u, sh.candidate_key[lane]);
+  {
+    const uint32_t mine = sh.candidate_key[32 + lane];
+    const int need = (p.k + 31) / 32;
+    int rank_of = 0;
+#pragma unroll
+    for (int r = 0; r < 32; ++r) {
+      const uint32_t other = __shfl_sync(~0u, mine, r);
+      rank_of += other > mine || (other == mine && r < lane);
+    }
+    const uint32_t floor = __reduce_max_sync(~0u, rank_of == need - 1 ? mine : 0u);
+    if (SIZE > 1 && tid == 0) sh.floor = floor;
+    if (SIZE == 1) lo = max(lo, floor);
+  }
+  if constexpr (SIZE > 1) {
+    if (tid == 0) {
+      sh.minimum = lo;
+      sh.maximum = hi;
+    }
+    sync();
+    uint32_t least_key = ~0u, floor = 0;
+    for (int r = 0; r < SIZE; ++r) {
+      least_key = min(least_key, peer(&sh.minimum, r));
+      floor = max(floor, peer(&sh.floor, r));
+      hi = max(hi, peer(&sh.maximum, r));
+    }
+    lo = max(least_key, floor);
+  } else {
+    __syncthreads();
+  }
+
+  // First cut: 2048 parts of [least, most], equal in value, so that an ordinary row fills them evenly. Rounding is monotonic,
+  // hence so is the part; if the range is not finite, or empty, cut the bits instead.
+  const float least = unsort(lo), most = unsort(hi), steps = (kBins - 0.5f) / (most - least);
+  bool by_value = most - least < 3e38f && steps < 3e38f;
+  uint32_t want = p.k, bin = 0, inside = 0;
+  int shift = 0;
+  auto part = [&](uint32_t k) -> uint32_t {
+    return by_value ? (uint32_t)((unsort(k) - least) * steps) : (k - lo) >> shift;
+  };
+  while (true) {
+    shift = max(0, 21 - __clz(hi - lo));  // (hi - lo) >> shift < 2048
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < KEYS; ++r)
+      if (key[r] >= lo && key[r] <= hi) atomicAdd(&sh.bins[part(key[r])], 1u);
+    sync();
+    uint32_t b0 = 0, b1 = 0;
+#pragma unroll
+    for (int r = 0; r < SIZE; ++r) {
+      b0 += peer(&sh.bins[2 * tid], r);
+      b1 += peer(&sh.bins[2 * tid + 1], r);
+    }
+    const uint32_t after = suffix_sum(b0 + b1, sh.scratch);  // keys in the parts beyond this thread's
+    if (after < want && after + b0 + b1 >= want) {
+      bool upper = after + b1 >= want;
+      sh.found[0] = 2 * tid + upper;
+      sh.found[1] = upper ? after : after + b1;
+      sh.found[2] = upper ? b1 : b0;
+    }
+    sync();
+    bin = sh.found[0];
+    inside = sh.found[2];
+    if (inside <= kCandidates) {
+      want -= sh.found[1];
+      break;
+    }
+    // Too many in one part: narrow the range of bits around it and cut again. By value, the range is that of its members.
+    want -= sh.found[1];
+    uint32_t new_lo = ~0u, new_hi = 0;
+#pragma unroll
+    for (int r = 0; r < KEYS; ++r)
+      if (key[r] >= lo && key[r] <= hi && part(key[r]) == bin) {
+        new_lo = min(new_lo, key[r]);
+        new_hi = max(new_hi, key[r]);
+      }
+    new_lo = __reduce_min_sync(~0u, new_lo);
+    new_hi = __reduce_max_sync(~0u, new_hi);
+    if (tid == 0) {
+      sh.minimum = ~0u;
+      sh.maximum = 0;
+    }
+    __syncthreads();
+    if (lane == 0) {
+      atomicMin(&sh.minimum, new_lo);
+      atomicMax(&sh.maximum, new_hi);
+    }
+    sh.bins[tid] = 0;
+    sh.bins[tid + kThreads] = 0;
+    sync();
+    lo = ~0u;
+    hi = 0;
+    for (int r = 0; r < SIZE; ++r) {
+      lo = min(lo, peer(&sh.minimum, r));
+      hi = max(hi, peer(&sh.maximum, r));
+    }
+    sync();
+    by_value = false;
+    if (lo == hi) {  // all equal: the first `want` of them by place
+      shift = 0;
+      bin = 0;
+      break;
+    }
+  }
+
+  // Chosen: every key in a part beyond, the `want` best of the part. With few in it, they are ranked one against another
+  // and the last chosen becomes the mark; if all in it are equal, they are counted by place.
+  uint32_t mark_key = lo;
+  int32_t mark_place = -1;
+  const bool counted = inside > kCandidates;
+  if (!counted) {
+#pragma unroll
+    for (int r = 0; r < KEYS; ++r)
+      if (key[r] >= lo && key[r] <= hi && part(key[r]) == bin) {
+        const uint32_t at = atomicAdd(&sh.num_candidates, 1u);
+        sh.candidate_key[at] = key[r];
+        sh.candidate_place[at] = start + r;
+      }
+    sync();
+    if constexpr (SIZE > 1) {  // every block takes all the others' after its own
+      uint32_t own = sh.num_candidates, to = own;
+      for (int r = 0; r < SIZE; ++r) {
+        if (r == rank) continue;
+        const uint32_t num = peer(&sh.num_candidates, r);
+        // The other's own entries are its first `num`; what it appends lies beyond them.
+        if (tid < num) {
+          sh.candidate_key[to + tid] = peer(&sh.candidate_key[tid], r);
+          sh.candidate_place[to + tid] = (int32_t)peer((const uint32_t*)&sh.candidate_place[tid], r);
+        }
+        to += num;
+      }
+      sync();
+    }
+    for (uint32_t i = warp; i < inside; i += 32) {
+      const uint32_t k = sh.candidate_key[i];
+      const int32_t at = sh.candidate_place[i];
+      uint32_t better = 0;
+      for (uint32_t j = lane; j < inside; j += 32)
+        better += sh.candidate_key[j] > k || (sh.candidate_key[j] == k && sh.candidate_place[j] < at);
+      better = __reduce_add_sync(~0u, better);
+      if (better == want - 1 && lane == 0) {
+        sh.found[0] = k;
+        sh.found[1] = (uint32_t)at;
+      }
+    }
+    __syncthreads();
+    mark_key = sh.found[0];
+    mark_place = (int32_t)sh.found[1];
+  }
+
+  uint32_t over = 0, same = 0;
+#pragma unroll
+  for (int r = 0; r < KEYS; ++r) {
+    over += key[r] > mark_key || (key[r] == mark_key && start + r <= mark_place);
+    same += counted && key[r] == mark_key;
+  }
+  uint32_t over_before = over, same_before = same;  // inclusive over the warp, then exclusive over the row
+#pragma unroll
+  for (int m = 1; m < 32; m <<= 1) {
+    const uint32_t x = __shfl_up_sync(~0u, over_before, m), y = __shfl_up_sync(~0u, same_before, m);
+    if (lane >= m) {
+      over_before += x;
+      same_before += y;
+    }
+  }
+  __syncthreads();
+  if (lane == 31) {
+    sh.bins[warp] = over_before;
+    sh.bins[32 + warp] = same_before;
+  }
+  __syncthreads();
+  over_before += __reduce_add_sync(~0u, lane < warp ? sh.bins[lane] : 0) - over;
+  same_before += __reduce_add_sync(~0u, lane < warp ? sh.bins[32 + lane] : 0) - same;
+  if constexpr (SIZE > 1) {
+    if (tid == kThreads - 1) {
+      sh.count = over_before + over;
+      sh.chosen = same_before + same;
+    }
+    sync();
+    for (int r = 0; r < rank; ++r) {
+      over_before += peer(&sh.count, r);
+      same_before += peer(&sh.chosen, r);
+    }
+  }
+  if (over + same) {
+#pragma unroll
+    for (int r = 0; r < KEYS; ++r) {
+      const int i = start + r;
+      const bool is_over = key[r] > mark_key || (key[r] == mark_key && i <= mark_place);
+      const bool is_same = counted && key[r] == mark_key;
+      if (is_over || (is_same && same_before < want)) out[over_before + (counted ? min(same_before, want) : 0u)] = slot(i);
+      over_before += is_over;
+      same_before += is_same;
+    }
+  }
+  if constexpr (SIZE > 1) cluster_sync();  // nobody leaves while another still reads
+}
+
+template <int KEYS, int SIZE>
+static cudaError_t launch_top_k(const TopkParams& p, cudaStream_t stream) {
+  cudaLaunchConfig_t cfg = {};
+  cfg.gridDim = dim3(SIZE, p.tokens);
+  cfg.blockDim = dim3(kThreads);
+  cfg.stream = stream;
+  cudaLaunchAttribute attr[1];
+  attr[0].id = cudaLaunchAttributeClusterDimension;
+  attr[0].val.clusterDim.x = SIZE;
+  attr[0].val.clusterDim.y = attr[0].val.clusterDim.z = 1;
+  cfg.attrs = attr;
+  cfg.numAttrs = 1;
+  return cudaLaunchKernelEx(&cfg, top_k<KEYS, SIZE>, p);
+}
+
+template <int SIZE>
+static cudaError_t launch_top_k(const TopkParams& p, int keys, cudaStream_t s) {
+  if (keys <= 4) return launch_top_k<4, SIZE>(p, s);
+  if (keys <= 8) return launch_top_k<8, SIZE>(p, s);
+  if (keys <= 16) return launch_top_k<16, SIZE>(p, s);
+  if (keys <= 32) return launch_top_k<32, SIZE>(p, s);
+  return cudaErrorInvalidValue;
+}
+
+extern "C" int hr_index_logits(const LogitsParams* p, void* stream) {
+  dim3 grid((p->max_pages + p->range - 1) / p->range, p->tokens);
+  index_logits<<<grid, 128, 0, (cudaStream_t)stream>>>(*p);
+  return (int)cudaGetLastError();
+}
+// size: blocks a row, 1, 2, 4 or 8; a row may hold 32768 * size logits.
+extern "C" int hr_top_k(const TopkParams* p, int max_length, int size, void* stream) {
+  const int keys = ((max_length + kThreads * size - 1) / (kThreads * size) + 3) & ~3;
+  switch (size) {
+    case 1: return launch_top_k<1>(*p, keys, (cudaStream_t)stream);
+    case 2: return launch_top_k<2>(*p, keys, (cudaStream_t)stream);
+    case 4: return launch_top_k<4>(*p, keys, (cudaStream_t)stream);
+    case 8: return launch_top_k<8>(*p, keys, (cudaStream_t)stream);
+    default: return (int)cudaErrorInvalidValue;
+  }
+}
