@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PARTS = ("attention", "fused", "indexer", "topk")
+PARTS = ("attention", "fused", "indexer", "topk", "compressor", "ends", "move")
 HBM_BYTES_S, BF16_FLOP_S, FP8_FLOP_S = 4.28e12, 777e12, 1430e12
 DEV = "cuda"
 
@@ -165,20 +165,20 @@ def indexer(table: Any) -> None:
             return max(relative_error(out[r, : lens[r]], want[i, : lens[r]]) for i, r in enumerate(rows))
 
         slots, kept = torch.empty(b, 512, dtype=torch.int32, device=DEV), torch.empty(b, dtype=torch.int32, device=DEV)
-        for cut in (4, 8, 16):
+        for cut in (528, 660, 792):
             def logits(i: int, cut: int = cut) -> None:
-                k4.index_logits(d.q[i][:, 0], d.weights, pages, d.table[i], lens, out, pages_a_block=cut)
+                k4.index_logits(d.q[i][:, 0], d.weights, pages, d.table[i], lens, out, blocks=cut)
 
             def both(i: int, cut: int = cut) -> None:
                 logits(i, cut)
                 k4.top_k(out, lens, slots, kept, d.table[i], max_length=ctx)
 
-            us = table.measure(Case(f"ours fp4, {cut} pages a block", case.shape, [lambda i=i: logits(i) for i in (0, 1)],
+            us = table.measure(Case(f"ours fp4, {cut} blocks", case.shape, [lambda i=i: logits(i) for i in (0, 1)],
                                     check=check, limit=1e-3, reset=lambda: out.fill_(math.nan),
                                     flops=total * 64 * 128 * 2, nbytes=total * 68))
             low = floor_us(total * 64 * 128 * 2, total * 68, FP8_FLOP_S)
             table.note(f"{us / peer_us:.2f} of the peer's time, floor {low:.1f} us = {low / us:.2f}")
-            table.measure(Case(f"ours fp4 logits + top 512, {cut} pages a block", case.shape, [lambda i=i: both(i) for i in (0, 1)]))
+            table.measure(Case(f"ours fp4 logits + top 512, {cut} blocks", case.shape, [lambda i=i: both(i) for i in (0, 1)]))
 
 
 def topk(table: Any) -> None:
@@ -215,6 +215,95 @@ def topk(table: Any) -> None:
             table.row(f"ours, ties, {size} blocks a row", f"8 rows of {n}", error=float((want != out).float().mean()), limit=0.0)
 
 
+def compressor(table: Any) -> None:
+    """K1 against vLLM's Triton kernels: pooling from a state that `save_partial_states` has written before (their sum)."""
+    import peer_vllm as peer
+    from gputime import relative_error
+    from table import Case
+
+    from headrace.kernels.cuda import compressor as k1
+    from headrace.kernels.cuda.decode_attention import read_entries
+
+    mod, _ = peer.load_triton(os.environ["PEERS"])
+    for case in peer.compressor(mod):
+        if "indexer" in case.kernel or "insert (Triton)" not in case.kernel and "two stages" not in case.kernel and "save" not in case.kernel:
+            continue
+        us = table.measure(case)
+        if "save" not in case.kernel:
+            continue
+        table.note(f"the peer's save takes {us:.1f} us beside its pooling")
+        ratio = case.data[0].ratio
+        width, entries = k1.WIDTH[ratio], 256 // ratio
+        decode = "decode" in case.shape
+        calls, first_set = [], None
+        for d in case.data:
+            n = d.n
+            rows = torch.arange(n, device=DEV, dtype=torch.int32)
+            step = k1.Step(positions_T=d.pos, first_row_T=rows if decode else torch.zeros_like(rows),
+                           last_row_T=rows if decode else torch.full_like(rows, n - 1),
+                           ring_T=d.req.long(), slots_T=d.kvslots.long())
+            state = torch.randn(int(d.req.max()) + 1, k1.POOLED[ratio], 2 * width, device=DEV)
+            pages = torch.full_like(d.cache, 255)
+            x = d.kvs
+            first_set = first_set or (x, d, step, state.clone(), pages)
+            calls.append(lambda x=x, d=d, step=step, state=state, pages=pages: k1.compress(
+                x, d.ape, d.w, step, state, pages, entries, d.cs, ratio=ratio, max_tokens_a_sequence=1 if decode else x.shape[0]))
+        x, d, step, state, pages = first_set
+        some = slice(None) if decode else slice(0, 512)
+        on_cpu = k1.Step(positions_T=step.positions_T[some].cpu(), first_row_T=step.first_row_T[some].cpu(),
+                         last_row_T=step.last_row_T[some].cpu(), ring_T=step.ring_T[some].cpu(), slots_T=step.slots_T[some].cpu())
+        done, want, _ = k1.compress_reference(x[some].cpu(), d.ape.cpu(), d.w.cpu(), on_cpu, state.cpu(), d.cs.cpu(), ratio=ratio)
+        slots = step.slots_T[some][done.to(DEV)]
+
+        def check(_: Any) -> dict[str, float]:
+            got = read_entries(pages, entries, slots).cpu()
+            return {"nope": relative_error(got[:, :448], want[:, :448]), "rope": relative_error(got[:, 448:], want[:, 448:])}
+
+        ends = int(d.done.sum())
+        nbytes = x.numel() * 4 * (1 if not decode else 2) + ends * (d.coff * ratio * 2 * 512 * 4 * decode + 584)
+        us = table.measure(Case("ours, pool + save", case.shape, calls, check=check, limit=peer.FP8_LIMIT, nbytes=nbytes))
+        table.note(f"floor {nbytes / HBM_BYTES_S * 1e6:.1f} us = {nbytes / HBM_BYTES_S * 1e6 / us:.2f}")
+
+
+def ends(table: Any) -> None:
+    """What stands beside FlashMLA in the peer's decode step: vLLM's fused q/kv op and its inverse rotary + quantisation."""
+    import peer_vllm as peer
+
+    mod, _ = peer.load_triton(os.environ["PEERS"])
+    peer.load_ops(os.environ["PEERS"])
+    for n in (1, 16, 64, 128):
+        table.measure(peer._fused_qkv(n))
+        table.measure(peer._inverse_rope(mod.FusedInvRopeFP8QuantKernel__kernel, n))
+
+
+def move(table: Any) -> None:
+    """Gather of scattered pages with a digest, against torch's index_select without one."""
+    from table import Case
+
+    from headrace.kernels.cuda import page_move
+
+    for size, number in ((37440, 28679), (16384, 65536), (131072, 8192)):
+        pool = torch.randint(-(2**62), 2**62, (number, size // 8), device=DEV)
+        chosen = torch.randperm(number, device=DEV)
+        out = torch.empty_like(pool)
+        at = torch.arange(number, device=DEV) * size
+        pieces = torch.stack([pool.data_ptr() + chosen * size, out.data_ptr() + at, at, torch.full_like(at, size)], 1).contiguous()
+        digest = torch.zeros(1, dtype=torch.int64, device=DEV)
+        want = page_move.digest_reference(pool[chosen[:64]].view(torch.uint8).flatten())
+
+        def check(_: Any) -> dict[str, float]:
+            digest.zero_()
+            page_move.move_pieces(pieces[:64], digest, max_bytes=size)
+            return {"bytes": float(not torch.equal(out, pool[chosen])), "digest": float(int(digest) & (2**64 - 1) != want)}
+
+        common = dict(nbytes=2 * number * size, graph=False, reps=9)
+        table.measure(Case("torch index_select, no digest", f"{number} x {size} B", [lambda: torch.index_select(pool, 0, chosen, out=out)], **common))
+        table.measure(Case("ours, gather + digest", f"{number} x {size} B",
+                           [lambda: page_move.move_pieces(pieces, digest, max_bytes=size)], check=check,
+                           reset=lambda: out.zero_(), limit=0.0, **common))
+        del pool, out
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--kit", default=".peers")
@@ -232,7 +321,8 @@ def main() -> None:
     torch.manual_seed(seed)
     table = Table("kernels", a.json)
     table.note(f"seed {seed}")
-    parts: dict[str, Callable[[Any], None]] = {"attention": attention, "fused": fused, "indexer": indexer, "topk": topk}
+    parts: dict[str, Callable[[Any], None]] = {"attention": attention, "fused": fused, "indexer": indexer, "topk": topk,
+                                               "compressor": compressor, "ends": ends, "move": move}
     with torch.no_grad():
         peer_flashmla.load(a.peers)
         for part in a.parts:

@@ -7,7 +7,7 @@
 //
 // A block is four warp-groups. Two produce: they gather entries straight into registers, decode e4m3 to bf16 and write
 // tiles into two shared buffers; while
-// the products run, the whole next tile (36 KB) is on its way, and the one after is asked into L2. Warp-group 0 multiplies q by the tile, does the softmax and the product with
+// the products run, the whole next tile (36 KB) is on its way, and the one after has been asked into L2. Warp-group 0 multiplies q by the tile, does the softmax and the product with
 // channels 0..255; warp-group 1 the product with channels 256..511, from the probabilities left in shared memory.
 //
 // Decoding e4m3 is integer work: sign, exponent and mantissa bits are moved into place as a bf16 of 2^-120 times the value
@@ -164,17 +164,18 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
     for (int j = 0; j < 9; ++j) raw[j] = load_or_zero(from + j * 64, ok);
     scale = ok ? ld_once_v2(at.scale) : make_uint2(0, 0);
   };
-  auto ask = [&](int tile, int32_t slot) {  // to L2, so that the load itself is short when its time comes
+  auto ask = [&](int tile, int32_t slot) {  // to L2, so that the load itself is shorter when its time comes
     if (slot < 0) return;
     const Place at = locate(p, c, tile, slot);
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at.row + part * 128));
     asm volatile("prefetch.global.L2 [%0];" ::"l"(part == 0 ? at.row + 512 : part == 1 ? at.scale : at.row + part * 128 + 64));
   };
   auto slot_at = [&](int tile) { return checked(p, c, tile, __shfl_sync(~0u, slots, (lane & ~3) | (tile & 3))); };
+  HR_MARK(50);
   int32_t slot = slot_at(0), next_slot = slot_at(1);
+  HR_MARK(51);
   fetch(0, slot);
   HR_MARK(1);
-  ask(1, next_slot);
 #pragma unroll 1
   for (int it = 0; it < c.count; ++it) {
     const int buf = it & 1;
@@ -210,11 +211,11 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
     fence_async();
     __syncwarp();
     if (lane == 0) mbar_arrive(full + 8 * buf);
+    HR_MARK(3 + 4 * it);
     // All loads at once, after all conversions: loads that trickle in among them would share scoreboards with those waited for.
     slot = next_slot;
     next_slot = after_slot;
     fetch(it + 1, slot);
-    HR_MARK(7 + 4 * it);
   }
 }
 
@@ -335,6 +336,7 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
   } else {
     named_barrier(1, 256);
   }
+  HR_MARK(52);
   float weight[C][2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -354,6 +356,7 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
 #pragma unroll
     for (int r = 0; r < C; ++r) weight[r][h] *= f;
   }
+  HR_MARK(53);
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     float a[4] = {0, 0, 0, 0};
@@ -369,6 +372,7 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
 #pragma unroll
     for (int k = 0; k < 4; ++k) o[4 * i + k] = a[k];
   }
+  HR_MARK(54);
   // Out by way of shared memory, so that stores are whole lines; a warp stages its own rows.
   const uint32_t stage = smem + kK + (C == 4 ? 98304 + group * 8448 : C == 2 ? 65536 + (group * 2 + (w4 & 1)) * 8448 : warp * 8448);
   const int rows = min(16, p.heads - head0 - w4 * 16);
@@ -381,11 +385,14 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
                    "r"(pack_bf16(o[4 * i], o[4 * i + 1])), "r"(pack_bf16(o[4 * i + 2], o[4 * i + 3])),
                    "r"(pack_bf16(o[4 * i + 4], o[4 * i + 5])), "r"(pack_bf16(o[4 * i + 6], o[4 * i + 7]))
                    : "memory");
+    HR_MARK(55);
     fence_async();
     __syncwarp();
+    HR_MARK(56);
     if (lane < rows) {
       const __nv_bfloat16* dst = p.out + token * p.out_stride_t + (head0 + w4 * 16 + lane) * p.out_stride_h + group * 256;
       asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 512;" ::"l"(dst), "r"(stage + lane * 528) : "memory");
+      HR_MARK(57);
       asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
     }
     return;

@@ -24,7 +24,7 @@ struct LogitsParams {
   const int32_t* lengths;  // [T] visible keys
   float* logits;           // [T, >= max length]
   int64_t logits_stride;
-  int32_t tokens, max_pages, skip, range;  // rows of at most `skip` keys are left out; pages a block
+  int32_t tokens, max_pages, skip, blocks;  // rows of at most `skip` keys are left out
 };
 
 struct TopkParams {
@@ -47,7 +47,7 @@ __constant__ uint64_t kCodes[15] = {
     0x54504c4844403800ull, 0x4c4844403c383000ull, 0x44403c3834302800ull, 0x3c3834302c282000ull, 0x34302c2824201800ull,
     0x2c2824201c181000ull, 0x24201c1814100800ull, 0x1c1814100c080400ull, 0x14100c0806040200ull, 0x0c08060403020100ull};
 
-constexpr int kStages = 6, kPageBytes = 4352;  // pages on their way to a block
+constexpr int kStages = 5, kPageBytes = 4352;  // pages on their way to a block
 
 __device__ __forceinline__ uint4 ld_u4(uint32_t addr) {
   uint4 v;
@@ -75,16 +75,13 @@ __device__ __forceinline__ void unpack(uint32_t x, uint2 table, uint32_t& first,
 
 }  // namespace
 
-__global__ void __launch_bounds__(128, 4) index_logits(const __grid_constant__ LogitsParams p) {
+__global__ void __launch_bounds__(128, 6) index_logits(const __grid_constant__ LogitsParams p) {
   __shared__ __align__(1024) uint8_t q_shared[64 * 128];
   __shared__ __align__(128) uint8_t ring[kStages * kPageBytes];
   __shared__ uint2 codes[15];
+  __shared__ __align__(8) float w_shared[64];
   __shared__ uint64_t bars[2 * kStages];
-  const int token = blockIdx.y, tid = threadIdx.x, lane = tid & 31, quad = lane & 3;
-  const int n = p.lengths[token], first = blockIdx.x * p.range;
-  const int last = min(min((n + 63) >> 6, p.max_pages), first + p.range), count = last - first;
-  if (n <= p.skip || count <= 0) return;
-
+  const int tid = threadIdx.x, lane = tid & 31, quad = lane & 3;
   const uint32_t full = smem_u32(bars), empty = full + 8 * kStages, pages = smem_u32(ring);
   if (tid == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -94,9 +91,37 @@ __global__ void __launch_bounds__(128, 4) index_logits(const __grid_constant__ L
     fence_barrier_init();
   }
   if (tid < 15) codes[tid] = make_uint2((uint32_t)kCodes[tid], (uint32_t)(kCodes[tid] >> 32));
-  // A page id a lane: the launch keeps `range` at 32 or less.
-  const int id = lane < count ? p.table[token * p.table_stride + first + lane] : 0;
-  const bool known = (uint32_t)id < (uint64_t)p.num_pages;
+
+  // The pages of all tokens, laid end to end, are dealt out evenly: this block has [begin, end) of them.
+  auto pages_of = [&](int t) {
+    const int n = t < p.tokens ? p.lengths[t] : 0;
+    return n > p.skip ? min((n + 63) >> 6, p.max_pages) : 0;
+  };
+  int64_t total = 0;
+  for (int t = lane; t < p.tokens; t += 32) total += pages_of(t);
+#pragma unroll
+  for (int m = 16; m; m >>= 1) total += __shfl_xor_sync(~0u, total, m);
+  const int64_t begin = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
+  if (begin == end) return;
+  int token = 0;
+  int64_t base = 0;  // pages before the token's
+  for (int t0 = 0;; t0 += 32) {
+    const int mine = pages_of(t0 + lane);
+    int sum = mine;
+#pragma unroll
+    for (int m = 1; m < 32; m <<= 1) {
+      const int o = __shfl_up_sync(~0u, sum, m);
+      if (lane >= m) sum += o;
+    }
+    const uint32_t past = __ballot_sync(~0u, base + sum > begin);
+    if (past) {
+      const int l = __ffs(past) - 1;
+      token = t0 + l;
+      base += __shfl_sync(~0u, sum - mine, l);
+      break;
+    }
+    base += __shfl_sync(~0u, sum, 31);
+  }
   auto copy = [&](int page, int stage) {
     const uint8_t* from = p.pages + (int64_t)page * p.page_stride;
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + 8 * stage), "n"(kPageBytes) : "memory");
@@ -105,100 +130,99 @@ __global__ void __launch_bounds__(128, 4) index_logits(const __grid_constant__ L
                  "l"(from), "n"(kPageBytes), "r"(full + 8 * stage)
                  : "memory");
   };
-  __syncthreads();
-  if (tid < min(count, kStages)) copy(known ? id : 0, tid);
-
   const int row = (tid >> 5) * 16 + (lane >> 2);
-  {  // word P = s * 8 + half * 4 + quad of a row holds q's channels 32 * quad + 8 * s + 4 * half .. + 3
-    const uint32_t* src = (const uint32_t*)(p.q + token * p.q_stride_t);
-    const uint32_t dst = smem_u32(q_shared);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      int head = i * 4 + (tid >> 5), word = lane;
-      int to = ((word >> 1) & 3) * 8 + (word & 1) * 4 + (word >> 3);
-      st_shared_b32(dst + head * 128 + (((to >> 2) ^ (head & 7)) << 4) + (to & 3) * 4, src[head * 32 + word]);
-    }
-  }
-  float w[16];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float2 v = *(const float2*)(p.w + token * p.w_stride_t + 8 * i + 2 * quad);
-    w[2 * i] = v.x;
-    w[2 * i + 1] = v.y;
-  }
-  fence_async();
+  int done = 0;  // pages before the present stretch: they have gone through the ring
   __syncthreads();
-  const uint64_t q_desc = operand(smem_u32(q_shared), 16, 1024);
-  float* out = p.logits + token * p.logits_stride + first * 64 + row + 8 * (quad & 1);
-  const int left = n - first * 64 - row - 8 * (quad & 1);
 
-  // While a page is in the tensor cores the next one is unpacked, so two sets of operands take turns.
-  struct Operands {
-    uint32_t a[4][4];
-    int top[2];
-  };
-  auto prepare = [&](int i, Operands& next) {
-    const int stage = i % kStages, phase = i / kStages & 1;
-    const uint32_t at = pages + stage * kPageBytes;
-    mbar_wait(full + 8 * stage, phase);
-    const uint4 code[2] = {ld_u4(at + row * 64 + quad * 16), ld_u4(at + row * 64 + 512 + quad * 16)};
-    const uint32_t scale[2] = {ld_u1(at + 4096 + row * 4), ld_u1(at + 4096 + row * 4 + 32)};
+  for (int64_t next = begin; next < end; ++token) {
+    const int n = p.lengths[token], first = (int)(next - base), token_pages = pages_of(token);
+    // A stretch: pages of one token, 32 at most, so that a lane keeps one page id.
+    base += token_pages;
+    if (first >= token_pages) continue;
+    const int64_t stop = min(end, base);
+    for (int at_page = first; next < stop;) {
+      const int count = (int)min(stop - next, (int64_t)32);
+      const int id = lane < count ? p.table[token * p.table_stride + at_page + lane] : 0;
+      const bool known = (uint32_t)id < (uint64_t)p.num_pages;
+      if (tid < min(count, kStages)) copy(known ? id : 0, (done + tid) % kStages);
+      {  // word P = s * 8 + half * 4 + quad of a row holds q's channels 32 * quad + 8 * s + 4 * half .. + 3
+        const uint32_t* src = (const uint32_t*)(p.q + token * p.q_stride_t);
+        const uint32_t dst = smem_u32(q_shared);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint32_t s = scale[h];
-      const uint32_t pair = __vmaxu2(s & 0x00ff00ffu, (s >> 8) & 0x00ff00ffu);
-      next.top[h] = max(pair & 0xffff, pair >> 16);
-      const uint2 t = codes[min(next.top[h] - (int)((s >> (8 * quad)) & 0xff), 14)];
-      const uint32_t x[4] = {code[h].x, code[h].y, code[h].z, code[h].w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) unpack(x[k], t, next.a[k][h], next.a[k][2 + h]);
-    }
-    // The page has been read by this warp; once all four have, the block's first thread asks for another in its place.
-    __syncwarp();
-    if (lane == 0) mbar_arrive(empty + 8 * stage);
-    if (tid < 32 && i + kStages < count) {
-      const int page = __shfl_sync(~0u, known ? id : 0, i + kStages);
-      if (lane == 0) {
-        mbar_wait(empty + 8 * stage, phase);
-        copy(page, stage);
+        for (int i = 0; i < 16; ++i) {
+          int head = i * 4 + (tid >> 5), word = lane;
+          int to = ((word >> 1) & 3) * 8 + (word & 1) * 4 + (word >> 3);
+          st_shared_b32(dst + head * 128 + (((to >> 2) ^ (head & 7)) << 4) + (to & 3) * 4, src[head * 32 + word]);
+        }
       }
-      __syncwarp();
+      if (tid < 64) w_shared[tid] = p.w[token * p.w_stride_t + tid];
+      fence_async();
+      __syncthreads();
+      const uint64_t q_desc = operand(smem_u32(q_shared), 16, 1024);
+      float* out = p.logits + token * p.logits_stride + at_page * 64 + row + 8 * (quad & 1);
+      const int left = n - at_page * 64 - row - 8 * (quad & 1);
+      for (int i = 0; i < count; ++i) {
+        const int stage = (done + i) % kStages, phase = (done + i) / kStages & 1;
+        const uint32_t at = pages + stage * kPageBytes;
+        mbar_wait(full + 8 * stage, phase);
+        const uint4 code[2] = {ld_u4(at + row * 64 + quad * 16), ld_u4(at + row * 64 + 512 + quad * 16)};
+        const uint32_t scale[2] = {ld_u1(at + 4096 + row * 4), ld_u1(at + 4096 + row * 4 + 32)};
+        uint32_t a[4][4];
+        int top[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t s = scale[h];
+          const uint32_t pair = __vmaxu2(s & 0x00ff00ffu, (s >> 8) & 0x00ff00ffu);
+          top[h] = max(pair & 0xffff, pair >> 16);
+          const uint2 t = codes[min(top[h] - (int)((s >> (8 * quad)) & 0xff), 14)];
+          const uint32_t x[4] = {code[h].x, code[h].y, code[h].z, code[h].w};
+#pragma unroll
+          for (int k = 0; k < 4; ++k) unpack(x[k], t, a[k][h], a[k][2 + h]);
+        }
+        __syncwarp();
+        if (lane == 0) mbar_arrive(empty + 8 * stage);
+        float acc[32];
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) wgmma_fp8_rs(acc, a[k], q_desc + 2 * k, k != 0);
+        wgmma_commit();
+        // The page before has been read by all by now: another is asked for in its place.
+        if (tid < 32 && i > 0 && i - 1 + kStages < count) {
+          const int page = __shfl_sync(~0u, known ? id : 0, i - 1 + kStages);
+          if (lane == 0) {
+            const int old = done + i - 1;
+            mbar_wait(empty + 8 * (old % kStages), old / kStages & 1);
+            copy(page, old % kStages);
+          }
+          __syncwarp();
+        }
+        wgmma_wait<0>();
+        float sum[2][2] = {};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float2 w = *(const float2*)(w_shared + 8 * j + 2 * quad);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            sum[h][0] = fmaf(w.x, fmaxf(acc[4 * j + 2 * h], 0.0f), sum[h][0]);
+            sum[h][1] = fmaf(w.y, fmaxf(acc[4 * j + 2 * h + 1], 0.0f), sum[h][1]);
+          }
+        }
+        // Lane `quad` of a quad ends row + 8 * (quad & 1): one exchange instead of two for half of the rows each.
+        const float s0 = sum[0][0] + sum[0][1], s1 = sum[1][0] + sum[1][1];
+        float v = (quad & 1) ? s1 : s0;
+        v += __shfl_xor_sync(~0u, (quad & 1) ? s0 : s1, 1);
+        v += __shfl_xor_sync(~0u, v, 2);
+        const int e = (quad & 1) ? top[1] : top[0];
+        // 2^(e - 127 - 6), in two steps since it may be below the smallest normal number.
+        v *= 0.015625f * (e ? __uint_as_float((uint32_t)e << 23) : 5.877471754111438e-39f);
+        if (!__shfl_sync(~0u, known, i)) v = -INFINITY;
+        if (quad < 2 && i * 64 < left) out[i * 64] = v;
+      }
+      __syncthreads();  // q is about to be replaced, and every page has been read
+      next += count;
+      at_page += count;
+      done += count;
     }
-  };
-  auto step = [&](int i, Operands& now, Operands& next) {
-    float acc[32];
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma_fp8_rs(acc, now.a[k], q_desc + 2 * k, k != 0);
-    wgmma_commit();
-    if (i + 1 < count) prepare(i + 1, next);
-    wgmma_wait<0>();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)  // the tensor cores read these registers until here: keep the compiler off them
-      asm volatile("" ::"r"(now.a[k][0]), "r"(now.a[k][1]), "r"(now.a[k][2]), "r"(now.a[k][3]));
-    float sum[2][2] = {};
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int k = 0; k < 2; ++k) sum[h][k] = fmaf(w[2 * j + k], fmaxf(acc[4 * j + 2 * h + k], 0.0f), sum[h][k]);
-    // Lane `quad` of a quad ends row + 8 * (quad & 1): one exchange instead of two for half of the rows each.
-    const float s0 = sum[0][0] + sum[0][1], s1 = sum[1][0] + sum[1][1];
-    float v = (quad & 1) ? s1 : s0;
-    v += __shfl_xor_sync(~0u, (quad & 1) ? s0 : s1, 1);
-    v += __shfl_xor_sync(~0u, v, 2);
-    const int e = (quad & 1) ? now.top[1] : now.top[0];
-    // 2^(e - 127 - 6), in two steps since it may be below the smallest normal number.
-    v *= 0.015625f * (e ? __uint_as_float((uint32_t)e << 23) : 5.877471754111438e-39f);
-    if (!__shfl_sync(~0u, known, i)) v = -INFINITY;
-    if (quad < 2 && i * 64 < left) out[i * 64] = v;
-  };
-  Operands even, odd;
-  prepare(0, even);
-  for (int i = 0; i < count; i += 2) {
-    step(i, even, odd);
-    if (i + 1 < count) step(i + 1, odd, even);
   }
 }
 
@@ -319,18 +343,16 @@ __global__ void __launch_bounds__(kThreads, 1) top_k(const __grid_constant__ Top
   __syncthreads();
   lo = __reduce_min_sync(~0u, sh.scratch[lane]);
   hi = __reduce_max_sync(~0u, sh.candidate_key[lane]);
-  {
+  if (warp == 0) {
     const uint32_t mine = sh.candidate_key[32 + lane];
-    const int need = (p.k + 31) / 32;
     int rank_of = 0;
 #pragma unroll
     for (int r = 0; r < 32; ++r) {
       const uint32_t other = __shfl_sync(~0u, mine, r);
       rank_of += other > mine || (other == mine && r < lane);
     }
-    const uint32_t floor = __reduce_max_sync(~0u, rank_of == need - 1 ? mine : 0u);
-    if (SIZE > 1 && tid == 0) sh.floor = floor;
-    if (SIZE == 1) lo = max(lo, floor);
+    const uint32_t floor = __reduce_max_sync(~0u, rank_of == (p.k + 31) / 32 - 1 ? mine : 0u);
+    if (lane == 0) sh.floor = floor;
   }
   if constexpr (SIZE > 1) {
     if (tid == 0) {
@@ -347,6 +369,7 @@ __global__ void __launch_bounds__(kThreads, 1) top_k(const __grid_constant__ Top
     lo = max(least_key, floor);
   } else {
     __syncthreads();
+    lo = max(lo, sh.floor);
   }
 
   // First cut: 2048 parts of [least, most], equal in value, so that an ordinary row fills them evenly. Rounding is monotonic,
@@ -541,8 +564,7 @@ static cudaError_t launch_top_k(const TopkParams& p, int keys, cudaStream_t s) {
 }
 
 extern "C" int hr_index_logits(const LogitsParams* p, void* stream) {
-  dim3 grid((p->max_pages + p->range - 1) / p->range, p->tokens);
-  index_logits<<<grid, 128, 0, (cudaStream_t)stream>>>(*p);
+  index_logits<<<p->blocks, 128, 0, (cudaStream_t)stream>>>(*p);
   return (int)cudaGetLastError();
 }
 // size: blocks a row, 1, 2, 4 or 8; a row may hold 32768 * size logits.

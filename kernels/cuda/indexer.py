@@ -40,7 +40,7 @@ class _Logits(ctypes.Structure):
         ("tokens", ctypes.c_int32),
         ("max_pages", ctypes.c_int32),
         ("skip", ctypes.c_int32),
-        ("range", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
     )
 
 
@@ -68,7 +68,7 @@ def index_logits(
     logits: Tensor,
     *,
     skip: int = 0,
-    pages_a_block: int = 16,
+    blocks: int = 792,
 ) -> None:
     """Writes logits[t, :lengths[t]]; the rest of the row stays as it was.
 
@@ -76,7 +76,7 @@ def index_logits(
         q_THD: [T, 64, 128] e4m3, contiguous but for stride(0). w_TH: [T, 64] fp32, the scale of q's row folded in.
         pages: uint8 [P, page stride], stride(1) = 1. table_TW: [T, W] int32 page ids. lengths_T: [T] int32, at most 64 W.
         logits: [T, at least the largest length] fp32. skip: rows of at most so many keys are left out (top-k takes all).
-        pages_a_block: how the work is cut; no result depends on it.
+        blocks: how many share the work, 6 for each multiprocessor; no result depends on it.
     """
     assert q_THD.shape[1:] == (HEADS, CHANNELS)
     assert q_THD.stride()[1:] == (CHANNELS, 1)
@@ -87,7 +87,6 @@ def index_logits(
     assert pages.stride(0) % 16 == 0
     assert lengths_T.dtype == table_TW.dtype == torch.int32
     assert logits.dtype == torch.float32
-    assert 1 <= pages_a_block <= 32
     params = _Logits(
         q=q_THD.data_ptr(),
         q_stride_t=q_THD.stride(0),
@@ -104,7 +103,7 @@ def index_logits(
         tokens=q_THD.shape[0],
         max_pages=table_TW.shape[1],
         skip=skip,
-        range=pages_a_block,
+        blocks=blocks,
     )
     library = build.load("indexer.cu")
     status = library.hr_index_logits(ctypes.byref(params), ctypes.c_void_p(build.current_stream()))
@@ -153,7 +152,7 @@ def top_k(
 def top_k_blocks(rows: int, longest: int) -> int:
     """Blocks that share a row: enough to hold it (32,768 logits each), more while multiprocessors are free and it is long."""
     size = 1
-    while size < 8 and (longest > 32768 * size or (rows * size * 2 <= 128 and longest > 4096 * size)):
+    while size < 8 and (longest > 32768 * size or (rows * size * 2 <= 128 and longest > 16384 * size)):
         size *= 2
     return size
 

@@ -1,0 +1,276 @@
+"""The Hopper kernels against their references in float64: poisoned pages, wild slots, odd strides, far pages, other batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.kernels.cuda import build
+from headrace.kernels.cuda import compressor as k1
+from headrace.kernels.cuda import decode_attention as k5
+from headrace.kernels.cuda import indexer as k4
+from headrace.kernels.cuda import page_move as move
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and build.compiler() is not None
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and nvcc")]
+DEV = "cuda"
+
+
+def error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """||out - ref|| / ||ref||, NaN if anything is."""
+    return float((out.double() - ref.double()).norm() / ref.double().norm())
+
+
+def turns(n: int) -> torch.Tensor:
+    """[n, 64] fp32: cosines and sines of positions at base 10000."""
+    inverse = 1.0 / 10000 ** (torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    angle = torch.arange(n, dtype=torch.float64)[:, None] * inverse
+    return torch.cat([angle.cos(), angle.sin()], 1).float().to(DEV)
+
+
+def page_stride(entries: int) -> int:
+    return -(-entries * 584 // 576) * 576
+
+
+def make_pages(pages: int, entries: int, slots: torch.Tensor) -> torch.Tensor:
+    """A pool all 0xFF but for random entries at `slots`, their magnitudes spread over 2^-20 .. 2^20."""
+    pool = torch.full((pages, page_stride(entries)), 255, dtype=torch.uint8, device=DEV)
+    spread = torch.exp2(torch.randint(-20, 21, (slots.numel(), 8), device=DEV).float()).repeat_interleave(64, 1)
+    spread = torch.where(torch.rand(slots.numel(), 1, device=DEV) < 0.9, 1.0, spread)
+    raw = k1.quantise_entries(torch.randn(slots.numel(), 512, device=DEV) * spread)
+    page, at = slots // entries, slots % entries
+    pool[:, : entries * 576].unflatten(1, (entries, 576))[page, at] = raw[:, :576]
+    pool[:, entries * 576 : entries * 584].unflatten(1, (entries, 8))[page, at] = raw[:, 576:]
+    return pool
+
+
+def make_case(batch: int, heads: int, widths: tuple[int, int], entries: tuple[int, int]) -> dict[str, object]:
+    """Ragged lists into two poisoned pools; entries that no list names stay poison, and so do those past a length."""
+    lists = []
+    for width, n in zip(widths, entries, strict=True):
+        pages = batch * width // n + 3
+        order = torch.randperm(pages * n, device=DEV)
+        slots = order[: batch * width].view(batch, width).to(torch.int32)
+        lengths = torch.randint(0, width + 1, (batch,), device=DEV, dtype=torch.int32)
+        lengths[0], lengths[-1] = width, 0
+        used = torch.arange(width, device=DEV)[None] < lengths[:, None]
+        hole = torch.rand(batch, width, device=DEV) < 0.05
+        pool = make_pages(pages, n, slots[used & ~hole].long())
+        wild = torch.tensor([-1, -7, pages * n, 2**31 - 1], device=DEV, dtype=torch.int32)
+        slots[hole] = wild[torch.randint(0, 4, (int(hole.sum()),), device=DEV)]
+        lists.append(k5.EntryList(pages=pool, page_entries=n, slots_BW=slots, lengths_B=lengths))
+    q = torch.randn(batch, heads + 3, 520, device=DEV).to(torch.bfloat16)[:, 1 : heads + 1, :512]  # odd strides
+    return {"q": q, "window": lists[0], "second": lists[1], "sink": torch.randn(heads, device=DEV) * 2}
+
+
+@pytest.mark.parametrize("split", k5.SPLITS)
+@pytest.mark.parametrize(("heads", "entries"), [(64, (64, 64)), (128, (64, 2)), (16, (256, 32)), (8, (64, 64))])
+def test_decode_attention_matches_float64(split: int, heads: int, entries: tuple[int, int]) -> None:
+    """Whatever the pages hold besides, only listed entries count; a token without entries gets zeros and -inf."""
+    torch.manual_seed(heads + split)
+    case = make_case(9, heads, (128, 512), entries)
+    out = torch.full((9, heads, 512), float("nan"), device=DEV, dtype=torch.bfloat16)
+    lse = torch.full((9, heads), float("nan"), device=DEV)
+    k5.decode_attention(
+        case["q"], case["window"], case["second"], sink_H=case["sink"], split=split, out_BHD=out, lse_BH=lse
+    )
+    want, want_lse = k5.decode_attention_reference(case["q"], case["window"], case["second"], sink_H=case["sink"])
+    assert error(out, want) < 5e-3
+    some = torch.isfinite(want_lse)
+    assert (torch.isfinite(lse) == some).all()
+    # fp32 logits: an error of their last bits, and they reach 1e6 where the magnitudes of entries are far apart.
+    assert ((lse[some].double() - want_lse[some]).abs() / want_lse[some].abs().clamp_min(1)).max() < 1e-5
+    assert (out[-1] == 0).all()
+
+
+@pytest.mark.parametrize("split", k5.SPLITS)
+def test_decode_attention_does_not_depend_on_the_batch(split: int) -> None:
+    """The bits of a token are the same alone, in another order, and twice over."""
+    torch.manual_seed(5)
+    case = make_case(33, 64, (128, 512), (64, 64))
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        lists = [
+            k5.EntryList(pages=x.pages, page_entries=x.page_entries, slots_BW=x.slots_BW[rows], lengths_B=x.lengths_B[rows])
+            for x in (case["window"], case["second"])
+        ]
+        out = torch.empty(rows.numel(), 64, 512, device=DEV, dtype=torch.bfloat16)
+        k5.decode_attention(case["q"][rows], lists[0], lists[1], sink_H=case["sink"], split=split, out_BHD=out)
+        return out
+
+    whole = run(torch.arange(33, device=DEV))
+    turned = torch.randperm(33, device=DEV)
+    assert torch.equal(run(turned), whole[turned])
+    for row in (0, 7, 32):
+        assert torch.equal(run(torch.tensor([row], device=DEV))[0], whole[row])
+
+
+@pytest.mark.parametrize("split", k5.SPLITS)
+def test_fused_ends_give_the_bytes_of_the_separate_steps(split: int) -> None:
+    """Raw q in and e4m3 out equal norm + rotary before and inverse rotary + quantisation after, up to rare rounding."""
+    torch.manual_seed(7)
+    case = make_case(7, 64, (128, 512), (64, 64))
+    table, positions = turns(4096), torch.randint(0, 4096, (7,), device=DEV)
+    q = (case["q"].float() * 3).to(torch.bfloat16)
+    lists = (case["window"], case["second"])
+    plain = torch.empty(7, 64, 512, device=DEV, dtype=torch.bfloat16)
+    k5.decode_attention(
+        k5.norm_rope_q(q, positions, table), *lists, sink_H=case["sink"], split=split, out_BHD=plain
+    )
+    codes = torch.full((8, 7, 4096), float("nan"), device=DEV).to(torch.float8_e4m3fn)
+    scales = torch.full((8 * 32 * 8,), float("nan"), device=DEV).as_strided((8, 7, 32), (256, 1, 8))
+    k5.decode_attention(
+        q, *lists, sink_H=case["sink"], split=split, positions_B=positions, cos_sin=table, raw_q=True,
+        quantised=(codes, scales),
+    )
+    want, want_scale = k5.quantise_output(plain, positions, table)
+    assert (scales != want_scale).float().mean() < 5e-3
+    assert (codes.view(torch.uint8) != want.view(torch.uint8)).float().mean() < 2e-2
+
+
+def test_decode_attention_reads_pages_beyond_two_gigabytes() -> None:
+    """Byte offsets are 64-bit: the last page of a pool of over 4 GiB."""
+    torch.manual_seed(8)
+    pages = (9 << 29) // page_stride(64)
+    pool = torch.empty(pages, page_stride(64), dtype=torch.uint8, device=DEV)
+    slots = (pages - 1) * 64 + torch.randperm(64, device=DEV)[None].to(torch.int32)
+    small = make_pages(1, 64, torch.arange(64, device=DEV))
+    pool[-1] = small[0]
+    near = k5.EntryList(pages=small, page_entries=64, slots_BW=slots % 64, lengths_B=torch.tensor([64], device=DEV, dtype=torch.int32))
+    far = k5.EntryList(pages=pool, page_entries=64, slots_BW=slots, lengths_B=near.lengths_B)
+    q = torch.randn(1, 64, 512, device=DEV).to(torch.bfloat16)
+    outs = [torch.empty_like(q) for _ in range(2)]
+    for entries, out in zip((near, far), outs, strict=True):
+        k5.decode_attention(q, entries, None, sink_H=None, split=1, out_BHD=out)
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_index_logits_match_float64() -> None:
+    """Ragged lengths, scales of a key far apart, an unknown page, untouched places past a length."""
+    torch.manual_seed(9)
+    spread = torch.exp2(torch.randint(-9, 6, (40 * 64, 4), device=DEV).float()).repeat_interleave(32, 1)
+    codes, scales = k4.pack_keys(torch.randn(40 * 64, 128, device=DEV) * spread)
+    pages = torch.full((40, 4400), 255, dtype=torch.uint8, device=DEV)[:, :4352 + 16]
+    pages[:, :4096], pages[:, 4096:4352] = codes.view(40, -1), scales.view(40, -1)
+    lengths = torch.tensor([2000, 1, 64, 65, 0, 1999, 900], device=DEV, dtype=torch.int32)
+    table = torch.stack([torch.randperm(40, device=DEV)[:32] for _ in range(7)]).to(torch.int32)
+    q = torch.randn(7, 64, 128, device=DEV).to(torch.float8_e4m3fn)
+    w = torch.randn(7, 64, device=DEV)
+    want = k4.index_logits_reference(q, w, pages, table, lengths)
+    for blocks in (1, 5, 528):
+        out = torch.full((7, 2048), 7.0, device=DEV)
+        k4.index_logits(q, w, pages, table, lengths, out, blocks=blocks)
+        for t, n in enumerate(lengths.tolist()):
+            assert (out[t, n:] == 7.0).all()
+            assert n == 0 or error(out[t, :n], want[t, :n]) < 1e-3
+    table[0, 3] = 4000
+    k4.index_logits(q, w, pages, table, lengths, out, blocks=64, skip=100)
+    assert torch.isneginf(out[0, 192:256]).all()
+    assert torch.isfinite(out[0, :192]).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", [512, 1024])
+def test_top_k_equals_a_stable_sort(size: int, k: int) -> None:
+    """Ties, zeros of both signs, infinities, one outlier, all equal: the places of a stable descending sort."""
+    torch.manual_seed(size)
+    for n in (1100, 5003, 30000):
+        x = torch.randn(8, n, device=DEV)
+        x[1] = 0.0 * x[1]
+        x[2] = torch.randint(0, 30, (n,), device=DEV).float()
+        x[3, 5], x[4, 7], x[5] = 3e38, float("inf"), 1.5
+        x[6, ::3] = float("-inf")
+        lengths = torch.tensor([n, n, n - 1, n, n, k + 1, n, k], dtype=torch.int32, device=DEV)
+        out = torch.full((8, k), -9, dtype=torch.int32, device=DEV)
+        count = torch.empty(8, dtype=torch.int32, device=DEV)
+        k4.top_k(x, lengths, out, count, blocks_a_row=size)
+        want, want_count = k4.top_k_reference(x + 0.0, lengths, k)
+        assert torch.equal(out, want)
+        assert torch.equal(count, want_count)
+
+
+def make_step(first: list[int], tokens: list[int], entries: int) -> k1.Step:
+    """Sequences whose tokens of this step begin at position first[i]; every token has a slot of its own."""
+    positions, begin, end, ring = [], [], [], []
+    for i, (p, n) in enumerate(zip(first, tokens, strict=True)):
+        begin += [len(positions)] * n
+        end += [len(positions) + n - 1] * n
+        positions += range(p, p + n)
+        ring += [i] * n
+    number = len(positions)
+    assert number <= entries
+    pick = lambda x, dtype: torch.tensor(x, dtype=dtype, device=DEV)  # noqa: E731
+    return k1.Step(
+        positions_T=pick(positions, torch.int64), first_row_T=pick(begin, torch.int32), last_row_T=pick(end, torch.int32),
+        ring_T=pick(ring, torch.int64), slots_T=torch.randperm(entries, device=DEV)[:number])
+
+
+@pytest.mark.parametrize(("ratio", "rows", "first", "tokens"), [
+    (4, 8, [3, 7, 11, 100, 0], [1, 1, 1, 1, 1]), (4, 16, [0, 13, 3], [50, 37, 5]), (4, 16, [255, 6], [3, 2]),
+    (128, 128, [127, 255, 126], [1, 1, 1]), (128, 144, [0, 100, 127], [300, 60, 2])])
+def test_compress_matches_float64(ratio: int, rows: int, first: list[int], tokens: list[int]) -> None:
+    """Entries from rows and ring alike; state rows exact; nothing else is written, padding writes nothing."""
+    torch.manual_seed(ratio)
+    page_entries = 64 if ratio == 4 else 2
+    step = make_step(first, tokens, 512)
+    step.ring_T[-1] = -1
+    width = k1.WIDTH[ratio]
+    x = torch.randn(len(step.ring_T), 2 * width + 4, device=DEV)[:, : 2 * width]
+    ape, weight = torch.randn(ratio, width, device=DEV), torch.rand(512, device=DEV).to(torch.bfloat16)
+    state = torch.randn(len(first), rows, 2 * width, device=DEV)
+    table = turns(1024)
+    pages = torch.full((512 // page_entries, page_stride(page_entries)), 255, dtype=torch.uint8, device=DEV)
+    done, want, want_state = k1.compress_reference(x, ape, weight, step, state, table, ratio=ratio)
+    k1.compress(x, ape, weight, step, state, pages, page_entries, table, ratio=ratio, max_tokens_a_sequence=max(tokens))
+    assert torch.equal(state, want_state)
+    slots = step.slots_T[done]
+    got = k1.entry_bytes(pages, page_entries, slots)
+    assert (got != k1.quantise_entries(want)).float().mean() < 1e-2
+    assert error(k5.read_entries(pages, page_entries, slots), want) < 3e-2
+    other = torch.ones(512, dtype=torch.bool, device=DEV)
+    other[slots] = False
+    assert (k1.entry_bytes(pages, page_entries, other.nonzero()[:, 0]) == 255).all()
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_compress_does_not_depend_on_chunks(ratio: int) -> None:
+    """A prompt of 300 tokens at once, and the same cut in five: the same bytes."""
+    torch.manual_seed(11)
+    width, n, entries = k1.WIDTH[ratio], 300, 64 if ratio == 4 else 2
+    x = torch.randn(n, 2 * width, device=DEV)
+    ape, weight = torch.randn(ratio, width, device=DEV), torch.rand(512, device=DEV).to(torch.bfloat16)
+    table = turns(512)
+    results = []
+    for cuts in ((0, 300), (0, 1, 130, 131, 200, 300)):
+        pages = torch.full((512 // entries, page_stride(entries)), 255, dtype=torch.uint8, device=DEV)
+        state = torch.full((1, 144, 2 * width), float("nan"), device=DEV)
+        for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+            step = make_step([a], [b - a], 512)
+            step.slots_T.copy_(torch.arange(a, b, device=DEV))
+            k1.compress(x[a:b], ape, weight, step, state, pages, entries, table, ratio=ratio, max_tokens_a_sequence=b - a)
+        results.append(pages)
+    assert torch.equal(results[0], results[1])
+
+
+def test_move_pieces_copies_and_digests() -> None:
+    """Pages gathered and scattered again keep their bytes; both digests are the payload's; one changed bit changes it."""
+    torch.manual_seed(12)
+    pool = torch.randint(0, 256, (50, 37440), dtype=torch.uint8, device=DEV)
+    back = torch.zeros_like(pool)
+    payload = torch.zeros(20 * 37376, dtype=torch.uint8, device=DEV)
+    chosen = torch.randperm(50, device=DEV)[:20]
+    at = torch.arange(20, device=DEV) * 37376
+    rows = chosen * 37440
+    length = torch.full_like(at, 37376)
+    digests = torch.zeros(3, dtype=torch.int64, device=DEV)
+    out = torch.stack([pool.data_ptr() + rows, payload.data_ptr() + at, at, length], 1).contiguous()
+    into = torch.stack([payload.data_ptr() + at, back.data_ptr() + rows, at, length], 1).contiguous()
+    move.move_pieces(out, digests[0:1], max_bytes=37376)
+    move.move_pieces(into, digests[1:2], max_bytes=37376)
+    assert torch.equal(back[chosen, :37376], pool[chosen, :37376])
+    assert (back[:, 37376:] == 0).all()
+    want = move.digest_reference(payload)
+    assert int(digests[0]) & (2**64 - 1) == want == int(digests[1]) & (2**64 - 1)
+    payload[12345] ^= 4
+    move.move_pieces(into, digests[2:3], max_bytes=37376)
+    assert int(digests[2]) & (2**64 - 1) == move.digest_reference(payload) != want

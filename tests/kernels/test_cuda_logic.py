@@ -1,0 +1,139 @@
+"""The bit and index tricks of the Hopper kernels, mirrored on the CPU: they need neither a GPU nor nvcc nor triton."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from headrace.kernels.cuda import build, compressor, decode_attention, indexer, page_move
+
+E4M3 = torch.arange(256, dtype=torch.uint8)
+
+
+def test_e4m3_bits_shift_into_bf16() -> None:
+    """Sign, exponent and mantissa moved into a bf16 are 2^-120 times the value, subnormals too; only NaN codes differ."""
+    code = E4M3.to(torch.int32)
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 4)
+    moved = bits.to(torch.uint16).view(torch.bfloat16).double() * 2.0**120
+    value = E4M3.view(torch.float8_e4m3fn).double()
+    number = ~torch.isnan(value)
+    assert torch.equal(moved[number], value[number])
+    assert number.sum() == 254
+
+
+def test_folded_key_codes_are_exact() -> None:
+    """The table in indexer.cu holds e4m3 codes of every e2m1 magnitude times 2^(6 - d), for every d from 0 to 14."""
+    source = (build.SOURCES / "indexer.cu").read_text()
+    table = re.search(r"kCodes\[15\] = \{(.*?)\};", source, re.S)
+    assert table is not None
+    words = [int(x, 16) for x in re.findall(r"0x([0-9a-f]{16})ull", table.group(1))]
+    assert len(words) == indexer.MAX_FOLD + 1
+    for d, word in enumerate(words):
+        codes = torch.tensor([(word >> (8 * i)) & 255 for i in range(8)], dtype=torch.uint8)
+        want = [x * 2.0 ** (6 - d) for x in indexer.E2M1]
+        assert codes.view(torch.float8_e4m3fn).double().tolist() == want
+
+
+def test_query_words_meet_the_keys_channels() -> None:
+    """Word P = s*8 + half*4 + quad of the permuted q holds the four channels that the key operand has at that place."""
+    seen = set()
+    for word in range(32):
+        to = ((word >> 1) & 3) * 8 + (word & 1) * 4 + (word >> 3)
+        step, half, quad = to >> 3, (to >> 2) & 1, to & 3
+        assert word * 4 == 32 * quad + 8 * step + 4 * half
+        seen.add(to)
+    assert len(seen) == 32
+
+
+@pytest.mark.parametrize("split", decode_attention.SPLITS)
+def test_runs_cover_all_tiles_once(split: int) -> None:
+    """The cut of a token's tiles among the blocks of a cluster loses none, and depends on the token's own lengths only."""
+    for tiles in range(0, 140):
+        per = -(-tiles // split)
+        taken = []
+        for rank in range(split):
+            first = min(tiles, rank * per)
+            taken += range(first, min(tiles, first + per))
+        assert taken == list(range(tiles))
+
+
+def test_scale_exponent_rule_matches_the_reference() -> None:
+    """ceil(log2(a / 448)) from the bits of a, at and around every power of two, as the kernels take it."""
+    edges = torch.exp2(torch.arange(-20.0, 20.0)) * 448
+    a = torch.cat([edges, torch.nextafter(edges, edges * 2), torch.nextafter(edges, edges * 0), edges * 1.3]).float()
+    bits = a.view(torch.int32)
+    e = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).int()
+    assert (a.double() <= 448 * torch.exp2(e.double())).all()
+    assert (a.double() > 448 * torch.exp2(e.double() - 1)).all()
+
+
+def test_fp4_keys_round_trip() -> None:
+    """Codes pack and read back; every representable key is exact, and rounding is to nearest even."""
+    torch.manual_seed(3)
+    values = torch.tensor(indexer.E2M1)[torch.randint(0, 8, (64, 128))] * (1 - 2 * torch.randint(0, 2, (64, 128)))
+    values[:, ::32] = 6.0  # so that each group's scale is the one it was made with
+    scale = torch.exp2(torch.randint(-5, 5, (64, 4)).float()).repeat_interleave(32, 1)
+    codes, exponents = indexer.pack_keys(values * scale)
+    page = torch.cat([codes.flatten(), exponents.flatten()])[None]
+    assert torch.equal(indexer.read_keys(page, torch.tensor([0])), (values * scale).double())
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(16)[None]
+    page = torch.cat([*(x.flatten() for x in indexer.pack_keys(ties.repeat(64, 1)))])[None]
+    assert indexer.read_keys(page, torch.tensor([0]))[0, :8].tolist() == [0, 1, 1, 2, 2, 4, 4, 6]
+
+
+def test_top_k_reference_is_stable() -> None:
+    """Ties go to the lower place, output ascends, rows shorter than k are padded with -1."""
+    x = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0, -0.0, 0.0]])
+    out, count = indexer.top_k_reference(x, torch.tensor([7]), 2)
+    assert out.tolist() == [[1, 2]]
+    out, count = indexer.top_k_reference(x, torch.tensor([3]), 5)
+    assert out.tolist() == [[0, 1, 2, -1, -1]]
+    assert count.tolist() == [3]
+
+
+def test_blocks_a_row_hold_the_row() -> None:
+    """The default number of blocks can hold the longest row of a million tokens' context."""
+    for rows in (1, 16, 64, 256):
+        for longest in (600, 16384, 32769, 262144):
+            assert longest <= 32768 * indexer.top_k_blocks(rows, longest)
+
+
+def test_digest_depends_on_position_and_splits() -> None:
+    """A payload's digest is the sum of its parts' digests at their offsets, and swapping two words changes it."""
+    torch.manual_seed(4)
+    payload = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    whole = page_move.digest_reference(payload)
+    parts = [page_move.digest_reference(payload[a:b], a) for a, b in ((0, 16), (16, 1040), (1040, 4096))]
+    assert sum(parts) % 2**64 == whole
+    swapped = payload.clone()
+    swapped[:8], swapped[8:16] = payload[8:16], payload[:8]
+    assert page_move.digest_reference(swapped) != whole
+    mask, word, x = 2**64 - 1, int.from_bytes(payload[:8].tolist(), "little"), 0
+    x = (word + page_move.K) & mask
+    x = ((x ^ (x >> 30)) * page_move.M1) & mask
+    x = ((x ^ (x >> 27)) * page_move.M2) & mask
+    assert page_move.digest_reference(payload[:8]) == x ^ (x >> 31)
+
+
+def test_compressor_reference_does_not_depend_on_chunks() -> None:
+    """Twenty tokens at once or one by one through the ring: the same entries and the same state."""
+    torch.manual_seed(6)
+    x, ape = torch.randn(20, 2048), torch.randn(4, 1024)
+    weight, table = torch.rand(512).to(torch.bfloat16), torch.rand(64, 64)
+    results = []
+    for size in (20, 1):
+        state, entries = torch.zeros(1, 8, 2048), []
+        for a in range(0, 20, size):
+            n = min(size, 20 - a)
+            step = compressor.Step(
+                positions_T=torch.arange(a, a + n), first_row_T=torch.zeros(n, dtype=torch.int32),
+                last_row_T=torch.full((n,), n - 1, dtype=torch.int32), ring_T=torch.zeros(n, dtype=torch.int64),
+                slots_T=torch.arange(a, a + n))
+            _, made, state = compressor.compress_reference(x[a : a + n], ape, weight, step, state, table, ratio=4)
+            entries.append(made)
+        results.append((torch.cat(entries), state))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert compressor.quantise_entries(results[0][0]).shape == (5, 584)
