@@ -1,10 +1,13 @@
 """Our kernels beside their best peers on one Hopper GPU, in one process: checked against float64 first, then timed.
 
-    PYTHONPATH=.src python benchmarks/kernels.py --kit .peers --peers DIR [--parts attention indexer ...] [--json FILE]
+    PYTHONPATH=.src python benchmarks/kernels.py --kit .peers --peers DIR [--parts attention ...] [--json FILE]
 
---kit is the folder of the peer kit (its `table.py`, `peer_*.py`), --peers where its peers were unpacked. Several calls over
-different inputs stand in one CUDA graph, so that launches and cached inputs do not count. Rows go to FILE as JSON lines.
+--kit is the folder of the peer kit (`table.py`, `peer_*.py`), --peers where its peers were unpacked. Several calls over
+different inputs stand in one CUDA graph, so that launches and cached inputs do not count. Rows go to FILE as JSON
+lines.
 """
+
+# ruff: noqa: B023  (a case is measured within the loop turn that makes it)
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,24 +35,36 @@ def floor_us(flops: float, nbytes: float, rate: float = BF16_FLOP_S) -> float:
 def attention(table: Any, splits: tuple[int, ...] = (1, 2, 4), batches: tuple[int, ...] = (1, 16, 64, 128)) -> None:
     """K5 against FlashMLA's sparse decode, planned before."""
     import peer_flashmla as peer
-
     from headrace.kernels.cuda.decode_attention import EntryList, decode_attention
 
     def ours(data: Any, split: int) -> list[Callable[[], Any]]:
         sets = data.q if isinstance(data.q, list) else [data.q]
-        pick = (lambda x, j: x[j] if isinstance(x, list) else x)
+
+        def pick(x, j):
+            return x[j] if isinstance(x, list) else x
+
         lse = torch.full((data.out.shape[0], data.out.shape[2]), float("nan"), device=DEV)
 
         def call(j: int) -> Any:
             second = None
             if data.extra is not None:
-                second = EntryList(pages=data.extra, page_entries=data.page, slots_BW=pick(data.extra_idx, j)[:, 0],
-                                   lengths_B=data.extra_len)
+                second = EntryList(
+                    pages=data.extra,
+                    page_entries=data.page,
+                    slots_BW=pick(data.extra_idx, j)[:, 0],
+                    lengths_B=data.extra_len,
+                )
             decode_attention(
                 sets[j][:, 0],
-                EntryList(pages=data.swa, page_entries=data.page, slots_BW=pick(data.swa_idx, j)[:, 0],
-                          lengths_B=data.swa_len),
-                second, sink_H=data.sink, split=split, out_BHD=data.out[:, 0], lse_BH=lse)
+                EntryList(
+                    pages=data.swa, page_entries=data.page, slots_BW=pick(data.swa_idx, j)[:, 0], lengths_B=data.swa_len
+                ),
+                second,
+                sink_H=data.sink,
+                split=split,
+                out_BHD=data.out[:, 0],
+                lse_BH=lse,
+            )
             return data.out, lse[..., None]
 
         return [lambda j=j: call(j) for j in range(len(sets))]
@@ -75,10 +90,9 @@ def fused(table: Any, batches: tuple[int, ...] = (1, 16, 64, 128), splits: tuple
     """K2's q side + K5 + K3 in one launch, against the same three in plain PyTorch (float64 attention)."""
     import peer_flashmla as peer
     from gputime import relative_error
+    from headrace.kernels.cuda import decode_attention as k5
     from peer_vllm import cos_sin
     from table import Case, poison
-
-    from headrace.kernels.cuda import decode_attention as k5
 
     swa, ext = peer.random_cache(2048, 64), peer.random_cache(32768, 64)
     cs = cos_sin(65536)
@@ -98,34 +112,64 @@ def fused(table: Any, batches: tuple[int, ...] = (1, 16, 64, 128), splits: tuple
 
         def call(j: int, split: int, quant: bool) -> None:
             k5.decode_attention(
-                q[j], k5.EntryList(pages=swa, page_entries=64, slots_BW=i0[j], lengths_B=l0),
-                k5.EntryList(pages=ext, page_entries=64, slots_BW=i1[j], lengths_B=l1), sink_H=sink, split=split,
-                out_BHD=out, positions_B=pos, cos_sin=cs, raw_q=True, quantised=(codes, scales) if quant else None)
+                q[j],
+                k5.EntryList(pages=swa, page_entries=64, slots_BW=i0[j], lengths_B=l0),
+                k5.EntryList(pages=ext, page_entries=64, slots_BW=i1[j], lengths_B=l1),
+                sink_H=sink,
+                split=split,
+                out_BHD=out,
+                positions_B=pos,
+                cos_sin=cs,
+                raw_q=True,
+                quantised=(codes, scales) if quant else None,
+            )
 
         rows = min(b, 16)
-        lists = [k5.EntryList(pages=p, page_entries=64, slots_BW=i[0][:rows], lengths_B=n[:rows])
-                 for p, i, n in ((swa, i0, l0), (ext, i1, l1))]
+        lists = [
+            k5.EntryList(pages=p, page_entries=64, slots_BW=i[0][:rows], lengths_B=n[:rows])
+            for p, i, n in ((swa, i0, l0), (ext, i1, l1))
+        ]
         want, _ = k5.decode_attention_reference(
-            k5.norm_rope_q(q[0][:rows], pos[:rows], cs), lists[0], lists[1], sink_H=sink)
+            k5.norm_rope_q(q[0][:rows], pos[:rows], cs), lists[0], lists[1], sink_H=sink
+        )
         want_turned = k5.rotate(want, cs[pos[:rows]][:, None], inverse=True)
 
         def check_plain(_: Any) -> float:
             return relative_error(out[:rows], want)
 
         def check_quant(_: Any, split: int = 1) -> dict[str, float]:
-            got = (codes.float().view(8, b, 32, 128) * scales[..., None])[:, :rows].transpose(0, 1).reshape(rows, 64, 512)
+            got = (
+                (codes.float().view(8, b, 32, 128) * scales[..., None])[:, :rows].transpose(0, 1).reshape(rows, 64, 512)
+            )
             mine, mine_scale = codes.clone(), scales.clone()
             call(0, split, False)
             plain = k5.quantise_output(out, pos, cs)
-            unlike = (mine.view(torch.uint8) != plain[0].view(torch.uint8)).float().mean() + (mine_scale != plain[1]).float().mean()
+            unlike = (mine.view(torch.uint8) != plain[0].view(torch.uint8)).float().mean() + (
+                mine_scale != plain[1]
+            ).float().mean()
             return {"out": relative_error(got, want_turned), "share unlike the separate K3": float(unlike)}
 
         for split in splits:
-            table.measure(Case(f"ours K2q+K5, split {split}", f"batch {b}, c4a", [lambda j=j, s=split: call(j, s, False) for j in range(sets)],
-                               check=check_plain, reset=lambda: poison(out), limit=5e-3))
-            table.measure(Case(f"ours K2q+K5+K3, split {split}", f"batch {b}, c4a", [lambda j=j, s=split: call(j, s, True) for j in range(sets)],
-                               check=lambda r, s=split: check_quant(r, s), reset=lambda: (poison(codes), scales.fill_(math.nan)),
-                               limit={"out": 3.5e-2, "share unlike the separate K3": 1e-3}))
+            table.measure(
+                Case(
+                    f"ours K2q+K5, split {split}",
+                    f"batch {b}, c4a",
+                    [lambda j=j, s=split: call(j, s, False) for j in range(sets)],
+                    check=check_plain,
+                    reset=lambda: poison(out),
+                    limit=5e-3,
+                )
+            )
+            table.measure(
+                Case(
+                    f"ours K2q+K5+K3, split {split}",
+                    f"batch {b}, c4a",
+                    [lambda j=j, s=split: call(j, s, True) for j in range(sets)],
+                    check=lambda r, s=split: check_quant(r, s),
+                    reset=lambda: (poison(codes), scales.fill_(math.nan)),
+                    limit={"out": 3.5e-2, "share unlike the separate K3": 1e-3},
+                )
+            )
 
 
 def key_pages(num_pages: int) -> Tensor:
@@ -143,9 +187,8 @@ def indexer(table: Any) -> None:
     """K4 logits with fp4 keys against DeepGEMM's with fp8 keys, and logits + top-512 together."""
     import peer_deepgemm as peer
     from gputime import relative_error
-    from table import Case
-
     from headrace.kernels.cuda import indexer as k4
+    from table import Case
 
     dg = peer.load(os.environ["PEERS"])
     for case in peer.logits(dg):
@@ -165,7 +208,8 @@ def indexer(table: Any) -> None:
             return max(relative_error(out[r, : lens[r]], want[i, : lens[r]]) for i, r in enumerate(rows))
 
         slots, kept = torch.empty(b, 512, dtype=torch.int32, device=DEV), torch.empty(b, dtype=torch.int32, device=DEV)
-        for cut in (528, 660, 792):
+        for cut in (528, 660):
+
             def logits(i: int, cut: int = cut) -> None:
                 k4.index_logits(d.q[i][:, 0], d.weights, pages, d.table[i], lens, out, blocks=cut)
 
@@ -173,18 +217,28 @@ def indexer(table: Any) -> None:
                 logits(i, cut)
                 k4.top_k(out, lens, slots, kept, d.table[i], max_length=ctx)
 
-            us = table.measure(Case(f"ours fp4, {cut} blocks", case.shape, [lambda i=i: logits(i) for i in (0, 1)],
-                                    check=check, limit=1e-3, reset=lambda: out.fill_(math.nan),
-                                    flops=total * 64 * 128 * 2, nbytes=total * 68))
+            us = table.measure(
+                Case(
+                    f"ours fp4, {cut} blocks",
+                    case.shape,
+                    [lambda i=i: logits(i) for i in (0, 1)],
+                    check=check,
+                    limit=1e-3,
+                    reset=lambda: out.fill_(math.nan),
+                    flops=total * 64 * 128 * 2,
+                    nbytes=total * 68,
+                )
+            )
             low = floor_us(total * 64 * 128 * 2, total * 68, FP8_FLOP_S)
             table.note(f"{us / peer_us:.2f} of the peer's time, floor {low:.1f} us = {low / us:.2f}")
-            table.measure(Case(f"ours fp4 logits + top 512, {cut} blocks", case.shape, [lambda i=i: both(i) for i in (0, 1)]))
+            table.measure(
+                Case(f"ours fp4 logits + top 512, {cut} blocks", case.shape, [lambda i=i: both(i) for i in (0, 1)])
+            )
 
 
 def topk(table: Any) -> None:
     """K4's top-k against vLLM's cooperative and persistent ones; ours is compared place by place with a stable sort."""
     import peer_vllm as peer
-
     from headrace.kernels.cuda import indexer as k4
 
     peer.load_ops(os.environ["PEERS"])
@@ -196,10 +250,13 @@ def topk(table: Any) -> None:
         want, _ = k4.top_k_reference(d.logits[0], d.lens, 512)
         rows, n = d.logits[0].shape
         for size in (1, 2, 4, 8):
-            if n > 32768 * size or "persistent" in case.kernel and rows <= 64:
+            if n > 32768 * size or ("persistent" in case.kernel and rows <= 64):
                 continue
-            table.measure(case, f"ours, {size} blocks a row{' (default)' if size == k4.top_k_blocks(rows, n) else ''}",
-                          [lambda x=x, s=size: k4.top_k(x, d.lens, d.out, blocks_a_row=s) for x in d.logits])
+            table.measure(
+                case,
+                f"ours, {size} blocks a row{' (default)' if size == k4.top_k_blocks(rows, n) else ''}",
+                [lambda x=x, s=size: k4.top_k(x, d.lens, d.out, blocks_a_row=s) for x in d.logits],
+            )
             k4.top_k(d.logits[0], d.lens, d.out, blocks_a_row=size)
             table.row("", "places unlike the stable sort's", error=float((want != d.out).sum()), limit=0.0)
     for n in (700, 5000, 30000):  # many ties, few values, ragged
@@ -212,21 +269,28 @@ def topk(table: Any) -> None:
         want, _ = k4.top_k_reference(x, lens, 512)
         for size in (1, 2, 4, 8):
             k4.top_k(x, lens, out, blocks_a_row=size)
-            table.row(f"ours, ties, {size} blocks a row", f"8 rows of {n}", error=float((want != out).float().mean()), limit=0.0)
+            table.row(
+                f"ours, ties, {size} blocks a row",
+                f"8 rows of {n}",
+                error=float((want != out).float().mean()),
+                limit=0.0,
+            )
 
 
 def compressor(table: Any) -> None:
-    """K1 against vLLM's Triton kernels: pooling from a state that `save_partial_states` has written before (their sum)."""
+    """K1 against vLLM's Triton kernels: pooling from a state that `save_partial_states` has written before (their
+    sum)."""
     import peer_vllm as peer
     from gputime import relative_error
-    from table import Case
-
     from headrace.kernels.cuda import compressor as k1
     from headrace.kernels.cuda.decode_attention import read_entries
+    from table import Case
 
     mod, _ = peer.load_triton(os.environ["PEERS"])
     for case in peer.compressor(mod):
-        if "indexer" in case.kernel or "insert (Triton)" not in case.kernel and "two stages" not in case.kernel and "save" not in case.kernel:
+        if "indexer" in case.kernel or (
+            "insert (Triton)" not in case.kernel and "two stages" not in case.kernel and "save" not in case.kernel
+        ):
             continue
         us = table.measure(case)
         if "save" not in case.kernel:
@@ -239,34 +303,63 @@ def compressor(table: Any) -> None:
         for d in case.data:
             n = d.n
             rows = torch.arange(n, device=DEV, dtype=torch.int32)
-            step = k1.Step(positions_T=d.pos, first_row_T=rows if decode else torch.zeros_like(rows),
-                           last_row_T=rows if decode else torch.full_like(rows, n - 1),
-                           ring_T=d.req.long(), slots_T=d.kvslots.long())
+            step = k1.Step(
+                positions_T=d.pos,
+                first_row_T=rows if decode else torch.zeros_like(rows),
+                last_row_T=rows if decode else torch.full_like(rows, n - 1),
+                ring_T=d.req.long(),
+                slots_T=d.kvslots.long(),
+            )
             state = torch.randn(int(d.req.max()) + 1, k1.POOLED[ratio], 2 * width, device=DEV)
             pages = torch.full_like(d.cache, 255)
             x = d.kvs
             first_set = first_set or (x, d, step, state.clone(), pages)
-            calls.append(lambda x=x, d=d, step=step, state=state, pages=pages: k1.compress(
-                x, d.ape, d.w, step, state, pages, entries, d.cs, ratio=ratio, max_tokens_a_sequence=1 if decode else x.shape[0]))
+            calls.append(
+                lambda x=x, d=d, step=step, state=state, pages=pages: k1.compress(
+                    x,
+                    d.ape,
+                    d.w,
+                    step,
+                    state,
+                    pages,
+                    entries,
+                    d.cs,
+                    ratio=ratio,
+                    max_tokens_a_sequence=1 if decode else x.shape[0],
+                )
+            )
         x, d, step, state, pages = first_set
         some = slice(None) if decode else slice(0, 512)
-        on_cpu = k1.Step(positions_T=step.positions_T[some].cpu(), first_row_T=step.first_row_T[some].cpu(),
-                         last_row_T=step.last_row_T[some].cpu(), ring_T=step.ring_T[some].cpu(), slots_T=step.slots_T[some].cpu())
-        done, want, _ = k1.compress_reference(x[some].cpu(), d.ape.cpu(), d.w.cpu(), on_cpu, state.cpu(), d.cs.cpu(), ratio=ratio)
+        on_cpu = k1.Step(
+            positions_T=step.positions_T[some].cpu(),
+            first_row_T=step.first_row_T[some].cpu(),
+            last_row_T=step.last_row_T[some].cpu(),
+            ring_T=step.ring_T[some].cpu(),
+            slots_T=step.slots_T[some].cpu(),
+        )
+        done, want, _ = k1.compress_reference(
+            x[some].cpu(), d.ape.cpu(), d.w.cpu(), on_cpu, state.cpu(), d.cs.cpu(), ratio=ratio
+        )
         slots = step.slots_T[some][done.to(DEV)]
 
         def check(_: Any) -> dict[str, float]:
             got = read_entries(pages, entries, slots).cpu()
-            return {"nope": relative_error(got[:, :448], want[:, :448]), "rope": relative_error(got[:, 448:], want[:, 448:])}
+            return {
+                "nope": relative_error(got[:, :448], want[:, :448]),
+                "rope": relative_error(got[:, 448:], want[:, 448:]),
+            }
 
         ends = int(d.done.sum())
         nbytes = x.numel() * 4 * (1 if not decode else 2) + ends * (d.coff * ratio * 2 * 512 * 4 * decode + 584)
-        us = table.measure(Case("ours, pool + save", case.shape, calls, check=check, limit=peer.FP8_LIMIT, nbytes=nbytes))
+        us = table.measure(
+            Case("ours, pool + save", case.shape, calls, check=check, limit=peer.FP8_LIMIT, nbytes=nbytes)
+        )
         table.note(f"floor {nbytes / HBM_BYTES_S * 1e6:.1f} us = {nbytes / HBM_BYTES_S * 1e6 / us:.2f}")
 
 
 def ends(table: Any) -> None:
-    """What stands beside FlashMLA in the peer's decode step: vLLM's fused q/kv op and its inverse rotary + quantisation."""
+    """What stands beside FlashMLA in the peer's decode step: vLLM's fused q/kv op and its inverse rotary +
+    quantisation."""
     import peer_vllm as peer
 
     mod, _ = peer.load_triton(os.environ["PEERS"])
@@ -278,30 +371,48 @@ def ends(table: Any) -> None:
 
 def move(table: Any) -> None:
     """Gather of scattered pages with a digest, against torch's index_select without one."""
-    from table import Case
-
     from headrace.kernels.cuda import page_move
+    from table import Case
 
     for size, number in ((37440, 28679), (16384, 65536), (131072, 8192)):
         pool = torch.randint(-(2**62), 2**62, (number, size // 8), device=DEV)
         chosen = torch.randperm(number, device=DEV)
         out = torch.empty_like(pool)
         at = torch.arange(number, device=DEV) * size
-        pieces = torch.stack([pool.data_ptr() + chosen * size, out.data_ptr() + at, at, torch.full_like(at, size)], 1).contiguous()
+        pieces = torch.stack(
+            [pool.data_ptr() + chosen * size, out.data_ptr() + at, at, torch.full_like(at, size)], 1
+        ).contiguous()
         digest = torch.zeros(1, dtype=torch.int64, device=DEV)
         want = page_move.digest_reference(pool[chosen[:64]].view(torch.uint8).flatten())
 
         def check(_: Any) -> dict[str, float]:
             digest.zero_()
             page_move.move_pieces(pieces[:64], digest, max_bytes=size)
-            return {"bytes": float(not torch.equal(out, pool[chosen])), "digest": float(int(digest) & (2**64 - 1) != want)}
+            return {
+                "bytes": float(not torch.equal(out, pool[chosen])),
+                "digest": float(int(digest) & (2**64 - 1) != want),
+            }
 
-        common = dict(nbytes=2 * number * size, graph=False, reps=9)
-        table.measure(Case("torch index_select, no digest", f"{number} x {size} B", [lambda: torch.index_select(pool, 0, chosen, out=out)], **common))
-        table.measure(Case("ours, gather + digest", f"{number} x {size} B",
-                           [lambda: page_move.move_pieces(pieces, digest, max_bytes=size)], check=check,
-                           reset=lambda: out.zero_(), limit=0.0, **common))
-        del pool, out
+        common = {"nbytes": 2 * number * size, "graph": False, "reps": 9}
+        table.measure(
+            Case(
+                "torch index_select, no digest",
+                f"{number} x {size} B",
+                [lambda: torch.index_select(pool, 0, chosen, out=out)],
+                **common,
+            )
+        )
+        table.measure(
+            Case(
+                "ours, gather + digest",
+                f"{number} x {size} B",
+                [lambda: page_move.move_pieces(pieces, digest, max_bytes=size)],
+                check=check,
+                reset=lambda: out.zero_(),
+                limit=0.0,
+                **common,
+            )
+        )
 
 
 def main() -> None:
@@ -321,8 +432,15 @@ def main() -> None:
     torch.manual_seed(seed)
     table = Table("kernels", a.json)
     table.note(f"seed {seed}")
-    parts: dict[str, Callable[[Any], None]] = {"attention": attention, "fused": fused, "indexer": indexer, "topk": topk,
-                                               "compressor": compressor, "ends": ends, "move": move}
+    parts: dict[str, Callable[[Any], None]] = {
+        "attention": attention,
+        "fused": fused,
+        "indexer": indexer,
+        "topk": topk,
+        "compressor": compressor,
+        "ends": ends,
+        "move": move,
+    }
     with torch.no_grad():
         peer_flashmla.load(a.peers)
         for part in a.parts:

@@ -1,11 +1,15 @@
 """K1: the compressor's pooling straight from the projection's output, with norm, rotary, quantisation and insert [BI].
 
-Shape letters: T tokens of a step, C = 2 * width columns (values, then scores; width 1024 for ratio 4, 512 for ratio 128),
-R rings, P pages. Mathematics: entry = quantise(rotate(rms_norm(sum_t softmax_t(score + ape) * value) * weight)), the softmax
+Shape letters: T tokens of a step, C = 2 * width columns (values, then scores; width 1024 for ratio 4, 512
+for ratio 128),  # noqa: E501
+R rings, P pages. Mathematics: entry = quantise(rotate(rms_norm(sum_t softmax_t(score + ape) * value) * weight)),
+the softmax
 over the pooled tokens and for each channel by itself; rotary position of the group's first token.
 
-A sequence's tokens stand in neighbouring rows of the step, in order of position. A token that pools reads the rows of the
-step for the sequence's tokens in it, and the ring for earlier ones; the sum is taken in order of position either way, so
+A sequence's tokens stand in neighbouring rows of the step, in order of position. A token that pools reads the rows
+of the
+step for the sequence's tokens in it, and the ring for earlier ones; the sum is taken in order of position either
+way, so
 cutting a prompt elsewhere changes no bit.
 """
 
@@ -126,7 +130,8 @@ def compress(
 def quantise_entries(entries: Tensor) -> Tensor:
     """Entries [n, 512] of any float type as bytes [n, 584]: the row of 576, then the scale row of 8.
 
-    Source: `docs` of the page format: bf16 first, scale 2^ceil(log2(max(amax, 1e-4) / 448)) for 64 channels, rotary as is.
+    Source: `docs` of the page format: bf16 first, scale 2^ceil(log2(max(amax, 1e-4) / 448)) for 64 channels,
+    rotary as is.
     """
     x = entries.to(torch.bfloat16)
     nope = x[:, :448].float().unflatten(1, (7, 64))

@@ -1,12 +1,16 @@
-"""K5: decode attention over two lists of paged 584-byte fp8 entries, with a sink [BI]; K2's and K3's ends fused on request.
+"""K5: decode attention over two lists of paged 584-byte fp8 entries, with a sink [BI]; K2's and K3's ends fused on
+request.
 
     z[h, i] = scale * q[h] . k[i]   over both lists, one softmax with maximum m
     out[h]  = sum_i exp(z - m) k[i] / (sum_i exp(z - m) + exp(sink[h] - m));   lse excludes the sink
 
-Shape letters: B query tokens, H heads, W entries of a list, P pages, D = 512 channels (448 without position, 64 rotary).
+Shape letters: B query tokens, H heads, W entries of a list, P pages, D = 512 channels (448 without position, 64
+rotary).
 
-The list lengths of a token and the constant `split` fix how its entries are cut and summed, so a token's result does not
-depend on what else is in the batch. Change `split` and the last bit may change: it belongs to the engine's configuration.
+The list lengths of a token and the constant `split` fix how its entries are cut and summed, so a token's result
+does not
+depend on what else is in the batch. Change `split` and the last bit may change: it belongs to the engine's
+configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ class EntryList:
     """Entries that each token of the batch attends to, in one pool of pages."""
 
     pages: Tensor
-    """uint8 [P, page stride], stride(1) = 1; a page is N rows of 576 bytes, then N scale rows of 8 (FlashMLA's MODEL1)."""
+    """uint8 [P, page stride], stride(1) = 1; a page is N rows of 576 bytes, then N scale rows of 8 (FlashMLA's
+    MODEL1)."""
     page_entries: int
     """N, a power of two."""
     slots_BW: Tensor
@@ -127,7 +132,8 @@ def decode_attention(
         out_BHD: [B, H, 512] bf16, written unless `quantised` is given. lse_BH: [B, H] fp32, natural logarithm, or None.
         raw_q: q is not yet normed (per head, no weight, `eps`) and not yet rotated; needs positions_B, cos_sin.
         quantised: e4m3 [H/8, B, 4096] and fp32 scales [H/8, B, 32] with stride(1) = 1: the output is rounded to bf16,
-            rotated back by its position and quantised per 128 channels with power-of-two scales; needs positions_B, cos_sin.
+            rotated back by its position and quantised per 128 channels with power-of-two scales; needs
+            positions_B, cos_sin.
         positions_B: [B] int64. cos_sin: [positions, 64] fp32, 32 cosines then 32 sines.
     """
     assert q_BHD.dtype == torch.bfloat16
@@ -187,14 +193,16 @@ def read_entries(pages: Tensor, page_entries: int, slots: Tensor, dtype: torch.d
 
 
 def norm_rope_q(q_BHD: Tensor, positions_B: Tensor, cos_sin: Tensor, eps: float = 1e-6) -> Tensor:
-    """K2's q side: per head q / sqrt(mean(q^2) + eps), the last 64 channels rotated in adjacent pairs, rounded to bf16 once."""
+    """K2's q side: per head q / sqrt(mean(q^2) + eps), the last 64 channels rotated in adjacent pairs, rounded to
+    bf16 once."""
     q = q_BHD.float()
     q = q * torch.rsqrt((q * q).mean(-1, keepdim=True) + eps)
     return rotate(q, cos_sin[positions_B][:, None]).to(torch.bfloat16)
 
 
 def rotate(x: Tensor, cos_sin_row: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotates adjacent pairs of the last 64 channels of x [..., 512]; rows of 32 cosines and 32 sines, broadcast against x."""
+    """Rotates adjacent pairs of the last 64 channels of x [..., 512]; rows of 32 cosines and 32 sines, broadcast
+    against x."""
     cos, sin = cos_sin_row[..., :32], cos_sin_row[..., 32:]
     sin = -sin if inverse else sin
     even, odd = x[..., NOPE::2], x[..., NOPE + 1 :: 2]
@@ -203,7 +211,8 @@ def rotate(x: Tensor, cos_sin_row: Tensor, *, inverse: bool = False) -> Tensor:
 
 
 def quantise_output(out_BHD: Tensor, positions_B: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """K3: inverse rotation in fp32, then e4m3 per 128 channels with the scale 2^ceil(log2(amax / 448)), amax at least 1e-10.
+    """K3: inverse rotation in fp32, then e4m3 per 128 channels with the scale 2^ceil(log2(amax / 448)), amax at
+    least 1e-10.
 
     Returns:
         e4m3 [H/8, B, 4096]; fp32 scales [H/8, B, 32].
@@ -211,7 +220,9 @@ def quantise_output(out_BHD: Tensor, positions_B: Tensor, cos_sin: Tensor) -> tu
     x = rotate(out_BHD.float(), cos_sin[positions_B][:, None], inverse=True)
     b, h, _ = x.shape
     x = x.view(b, h // 8, 32, 128).transpose(0, 1)
-    fraction, exponent = torch.frexp(x.abs().amax(-1).clamp_min(1e-10))  # amax = fraction * 2^exponent, fraction in [.5, 1)
+    fraction, exponent = torch.frexp(
+        x.abs().amax(-1).clamp_min(1e-10)
+    )  # amax = fraction * 2^exponent, fraction in [.5, 1)
     power = exponent - 9 + (fraction > 0.875).int()  # 448 = 0.875 * 2^9
     scale = torch.exp2(power.float())
     codes = (x / scale[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -24,7 +24,7 @@ struct LogitsParams {
   const int32_t* lengths;  // [T] visible keys
   float* logits;           // [T, >= max length]
   int64_t logits_stride;
-  int32_t tokens, max_pages, skip, blocks;  // rows of at most `skip` keys are left out
+  int32_t tokens, max_pages, skip, blocks, two;  // rows of at most `skip` keys are left out
 };
 
 struct TopkParams {
@@ -48,6 +48,8 @@ __constant__ uint64_t kCodes[15] = {
     0x2c2824201c181000ull, 0x24201c1814100800ull, 0x1c1814100c080400ull, 0x14100c0806040200ull, 0x0c08060403020100ull};
 
 constexpr int kStages = 5, kPageBytes = 4352;  // pages on their way to a block
+// A dot product is below 128 * 448 * 384 < 2^25, so relu is the multiplication's own clamp to [0, 1] after shrinking by 2^25.
+constexpr float kShrink = 2.98023223876953125e-8f;
 
 __device__ __forceinline__ uint4 ld_u4(uint32_t addr) {
   uint4 v;
@@ -66,8 +68,19 @@ __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t select
   return r;
 }
 
-__device__ __forceinline__ void unpack(uint32_t x, uint2 table, uint32_t& first, uint32_t& second) {
-  uint32_t magnitude = x & 0x77777777u, sign = x & 0x88888888u;
+// Eight codes of a word become eight e4m3, in order. prmt takes a selector's lowest three bits as an index and, where the
+// fourth is set, repeats the chosen byte's sign bit, which in these tables is 0: so one look-up gives the positive values and
+// zeros, one with the fourth bits flipped the negative ones and zeros. The tables hold e4m3 codes shifted right by one, to keep
+// that bit free; their sum, doubled, is the result. The doubling is a multiplication because the other integer pipe is full.
+__device__ __forceinline__ void unpack(uint32_t x, uint4 table, uint32_t two, uint32_t& first, uint32_t& second) {
+  const uint32_t y = x ^ 0x88888888u;
+  first = prmt(table.x, table.y, x) * two + prmt(table.z, table.w, y) * two;
+  second = prmt(table.x, table.y, x >> 16) * two + prmt(table.z, table.w, y >> 16) * two;
+}
+
+// The same from unshifted codes, for a scale 14 steps below the key's largest: those codes use the lowest bit.
+__device__ __forceinline__ void unpack_lowest(uint32_t x, uint2 table, uint32_t& first, uint32_t& second) {
+  const uint32_t magnitude = x & 0x77777777u, sign = x & 0x88888888u;
   // Selector 8 repeats the sign bit of byte 0 (0x80): 0xff where the nibble is negative, else 0x80; bit 6 tells them apart.
   first = prmt(table.x, table.y, magnitude) | ((prmt(0x80, 0, sign) << 1) & 0x80808080u);
   second = prmt(table.x, table.y, magnitude >> 16) | ((prmt(0x80, 0, sign >> 16) << 1) & 0x80808080u);
@@ -75,10 +88,10 @@ __device__ __forceinline__ void unpack(uint32_t x, uint2 table, uint32_t& first,
 
 }  // namespace
 
-__global__ void __launch_bounds__(128, 6) index_logits(const __grid_constant__ LogitsParams p) {
+__global__ void __launch_bounds__(128, 5) index_logits(const __grid_constant__ LogitsParams p) {
   __shared__ __align__(1024) uint8_t q_shared[64 * 128];
   __shared__ __align__(128) uint8_t ring[kStages * kPageBytes];
-  __shared__ uint2 codes[15];
+  __shared__ uint4 codes[15];  // positive and negative codes, shifted right by one
   __shared__ __align__(8) float w_shared[64];
   __shared__ uint64_t bars[2 * kStages];
   const int tid = threadIdx.x, lane = tid & 31, quad = lane & 3;
@@ -90,7 +103,11 @@ __global__ void __launch_bounds__(128, 6) index_logits(const __grid_constant__ L
     }
     fence_barrier_init();
   }
-  if (tid < 15) codes[tid] = make_uint2((uint32_t)kCodes[tid], (uint32_t)(kCodes[tid] >> 32));
+  if (tid < 15) {
+    const uint32_t lo = (uint32_t)kCodes[tid] >> 1 & 0x3f3f3f3fu, hi = (uint32_t)(kCodes[tid] >> 32) >> 1 & 0x3f3f3f3fu;
+    codes[tid] = make_uint4(lo, hi, lo | 0x40404040u, hi | 0x40404040u);
+  }
+  const uint32_t two = p.two;
 
   // The pages of all tokens, laid end to end, are dealt out evenly: this block has [begin, end) of them.
   auto pages_of = [&](int t) {
@@ -169,15 +186,27 @@ __global__ void __launch_bounds__(128, 6) index_logits(const __grid_constant__ L
         const uint32_t scale[2] = {ld_u1(at + 4096 + row * 4), ld_u1(at + 4096 + row * 4 + 32)};
         uint32_t a[4][4];
         int top[2];
+        int d[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const uint32_t s = scale[h];
           const uint32_t pair = __vmaxu2(s & 0x00ff00ffu, (s >> 8) & 0x00ff00ffu);
           top[h] = max(pair & 0xffff, pair >> 16);
-          const uint2 t = codes[min(top[h] - (int)((s >> (8 * quad)) & 0xff), 14)];
-          const uint32_t x[4] = {code[h].x, code[h].y, code[h].z, code[h].w};
+          d[h] = min(top[h] - (int)((s >> (8 * quad)) & 0xff), 14);
+        }
+        const bool lowest = __any_sync(~0u, max(d[0], d[1]) == 14);
 #pragma unroll
-          for (int k = 0; k < 4; ++k) unpack(x[k], t, a[k][h], a[k][2 + h]);
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t x[4] = {code[h].x, code[h].y, code[h].z, code[h].w};
+          const uint4 t = codes[d[h]];
+          if (!lowest) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) unpack(x[k], t, two, a[k][h], a[k][2 + h]);
+          } else {
+            const uint2 whole = make_uint2((uint32_t)kCodes[d[h]], (uint32_t)(kCodes[d[h]] >> 32));
+#pragma unroll
+            for (int k = 0; k < 4; ++k) unpack_lowest(x[k], whole, a[k][h], a[k][2 + h]);
+          }
         }
         __syncwarp();
         if (lane == 0) mbar_arrive(empty + 8 * stage);
@@ -203,8 +232,8 @@ __global__ void __launch_bounds__(128, 6) index_logits(const __grid_constant__ L
           const float2 w = *(const float2*)(w_shared + 8 * j + 2 * quad);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            sum[h][0] = fmaf(w.x, fmaxf(acc[4 * j + 2 * h], 0.0f), sum[h][0]);
-            sum[h][1] = fmaf(w.y, fmaxf(acc[4 * j + 2 * h + 1], 0.0f), sum[h][1]);
+            sum[h][0] = fmaf(w.x, __saturatef(acc[4 * j + 2 * h] * kShrink), sum[h][0]);
+            sum[h][1] = fmaf(w.y, __saturatef(acc[4 * j + 2 * h + 1] * kShrink), sum[h][1]);
           }
         }
         // Lane `quad` of a quad ends row + 8 * (quad & 1): one exchange instead of two for half of the rows each.
@@ -213,8 +242,8 @@ __global__ void __launch_bounds__(128, 6) index_logits(const __grid_constant__ L
         v += __shfl_xor_sync(~0u, (quad & 1) ? s0 : s1, 1);
         v += __shfl_xor_sync(~0u, v, 2);
         const int e = (quad & 1) ? top[1] : top[0];
-        // 2^(e - 127 - 6), in two steps since it may be below the smallest normal number.
-        v *= 0.015625f * (e ? __uint_as_float((uint32_t)e << 23) : 5.877471754111438e-39f);
+        // 2^(e - 127 - 6) / kShrink, in two steps since 2^(e - 127) may be below the smallest normal number.
+        v *= 524288.0f * (e ? __uint_as_float((uint32_t)e << 23) : 5.877471754111438e-39f);
         if (!__shfl_sync(~0u, known, i)) v = -INFINITY;
         if (quad < 2 && i * 64 < left) out[i * 64] = v;
       }

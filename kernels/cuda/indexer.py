@@ -5,13 +5,15 @@
 Shape letters: T query tokens, H = 64 heads, D = 128 channels, P pages of 64 keys, W pages a table row, K kept entries.
 
 A key page is 64 x 64 bytes of codes (e2m1, channel 2i in the low nibble of byte i), then 64 x 4 scales (ue8m0, one for
-32 channels). The product is taken in e4m3 with the key's largest scale pulled out; a group whose scale is d steps smaller
+32 channels). The product is taken in e4m3 with the key's largest scale pulled out; a group whose scale is d steps
+smaller
 is folded into its codes, exact for d up to 14. Larger d count as 14, here and in the reference.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import torch
 from torch import Tensor
@@ -41,6 +43,7 @@ class _Logits(ctypes.Structure):
         ("max_pages", ctypes.c_int32),
         ("skip", ctypes.c_int32),
         ("blocks", ctypes.c_int32),
+        ("two", ctypes.c_int32),
     )
 
 
@@ -68,15 +71,17 @@ def index_logits(
     logits: Tensor,
     *,
     skip: int = 0,
-    blocks: int = 792,
+    blocks: int = 660,
 ) -> None:
     """Writes logits[t, :lengths[t]]; the rest of the row stays as it was.
 
     Args:
         q_THD: [T, 64, 128] e4m3, contiguous but for stride(0). w_TH: [T, 64] fp32, the scale of q's row folded in.
-        pages: uint8 [P, page stride], stride(1) = 1. table_TW: [T, W] int32 page ids. lengths_T: [T] int32, at most 64 W.
-        logits: [T, at least the largest length] fp32. skip: rows of at most so many keys are left out (top-k takes all).
-        blocks: how many share the work, 6 for each multiprocessor; no result depends on it.
+        pages: uint8 [P, page stride], stride(1) = 1. table_TW: [T, W] int32 page ids. lengths_T: [T] int32, at
+        most 64 W.
+        logits: [T, at least the largest length] fp32. skip: rows of at most so many keys are left out (top-k takes
+        all).
+        blocks: how many share the work, 5 for each multiprocessor; no result depends on it.
     """
     assert q_THD.shape[1:] == (HEADS, CHANNELS)
     assert q_THD.stride()[1:] == (CHANNELS, 1)
@@ -104,6 +109,7 @@ def index_logits(
         max_pages=table_TW.shape[1],
         skip=skip,
         blocks=blocks,
+        two=2,  # a constant that the compiler does not see, or it would shift
     )
     library = build.load("indexer.cu")
     status = library.hr_index_logits(ctypes.byref(params), ctypes.c_void_p(build.current_stream()))
@@ -150,7 +156,8 @@ def top_k(
 
 
 def top_k_blocks(rows: int, longest: int) -> int:
-    """Blocks that share a row: enough to hold it (32,768 logits each), more while multiprocessors are free and it is long."""
+    """Blocks that share a row: enough to hold it (32,768 logits each), more while multiprocessors are free and it
+    is long."""
     size = 1
     while size < 8 and (longest > 32768 * size or (rows * size * 2 <= 128 and longest > 16384 * size)):
         size *= 2
@@ -194,7 +201,8 @@ def top_k_reference(logits: Tensor, lengths_T: Tensor, k: int) -> tuple[Tensor, 
 
 
 def pack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds keys [n, 128] to e2m1 codes uint8 [n, 64] and scales uint8 [n, 4]: 2^ceil(log2(amax / 6)), ties to even."""
+    """Rounds keys [n, 128] to e2m1 codes uint8 [n, 64] and scales uint8 [n, 4]: 2^ceil(log2(amax / 6)), ties to
+    even."""
     x = keys.double().unflatten(1, (4, 32))
     fraction, exponent = torch.frexp(x.abs().amax(-1).clamp_min(6 * 2.0**-126))
     power = exponent - 3 + (fraction > 0.75).int()  # 6 = 0.75 * 2^3
@@ -202,7 +210,7 @@ def pack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     # The boundaries between neighbours; at a boundary the even code wins.
     magnitude = y.abs()
     code = torch.zeros_like(magnitude, dtype=torch.long)
-    for i, (low, high) in enumerate(zip(E2M1[:-1], E2M1[1:], strict=True)):
+    for i, (low, high) in enumerate(itertools.pairwise(E2M1)):
         middle = (low + high) / 2
         code += (magnitude > middle) if i % 2 == 0 else (magnitude >= middle)
     code += 8 * (torch.signbit(y)).long()

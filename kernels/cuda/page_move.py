@@ -1,10 +1,12 @@
 """Gather and scatter of page ranges with a 64-bit digest in the same pass: what a transfer does on either side.
 
-A piece says: `bytes` bytes at device address `from` go to `to`, and are the payload's bytes from offset `at` on. Gathering,
+A piece says: `bytes` bytes at device address `from` go to `to`, and are the payload's bytes from offset `at` on.
+Gathering,
 `to` lies in a send buffer; scattering, `from` lies in a landing buffer; the digest of the same payload is the same both
 ways, since it is taken over the bytes in registers between load and store.
 
-Digest: sum modulo 2^64 over the payload's little-endian 8-byte words w[i] of mix(w[i] + (i + 1) * K). Knows addresses and
+Digest: sum modulo 2^64 over the payload's little-endian 8-byte words w[i] of mix(w[i] + (i + 1) * K). Knows
+addresses and
 lengths, not pages or pools; the caller answers for their bounds.
 """
 
@@ -45,7 +47,8 @@ def move_pieces(pieces: Tensor, digest: Tensor, *, max_bytes: int) -> None:
 
 
 def digest_reference(payload: Tensor, at: int = 0) -> int:
-    """Digest of uint8 bytes that begin at payload offset `at` (both multiples of 8), by torch's wrapping int64 arithmetic.
+    """Digest of uint8 bytes that begin at payload offset `at` (both multiples of 8), by torch's wrapping int64
+    arithmetic.
 
     Returns:
         the digest as an unsigned 64-bit integer.

@@ -1,10 +1,12 @@
-"""The Hopper kernels against their references in float64: poisoned pages, wild slots, odd strides, far pages, other batches."""
+"""The Hopper kernels against their references in float64: poisoned pages, wild slots, odd strides, far pages,
+other batches."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-
 from headrace.kernels.cuda import build
 from headrace.kernels.cuda import compressor as k1
 from headrace.kernels.cuda import decode_attention as k5
@@ -91,7 +93,9 @@ def test_decode_attention_does_not_depend_on_the_batch(split: int) -> None:
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         lists = [
-            k5.EntryList(pages=x.pages, page_entries=x.page_entries, slots_BW=x.slots_BW[rows], lengths_B=x.lengths_B[rows])
+            k5.EntryList(
+                pages=x.pages, page_entries=x.page_entries, slots_BW=x.slots_BW[rows], lengths_B=x.lengths_B[rows]
+            )
             for x in (case["window"], case["second"])
         ]
         out = torch.empty(rows.numel(), 64, 512, device=DEV, dtype=torch.bfloat16)
@@ -114,13 +118,17 @@ def test_fused_ends_give_the_bytes_of_the_separate_steps(split: int) -> None:
     q = (case["q"].float() * 3).to(torch.bfloat16)
     lists = (case["window"], case["second"])
     plain = torch.empty(7, 64, 512, device=DEV, dtype=torch.bfloat16)
-    k5.decode_attention(
-        k5.norm_rope_q(q, positions, table), *lists, sink_H=case["sink"], split=split, out_BHD=plain
-    )
+    k5.decode_attention(k5.norm_rope_q(q, positions, table), *lists, sink_H=case["sink"], split=split, out_BHD=plain)
     codes = torch.full((8, 7, 4096), float("nan"), device=DEV).to(torch.float8_e4m3fn)
     scales = torch.full((8 * 32 * 8,), float("nan"), device=DEV).as_strided((8, 7, 32), (256, 1, 8))
     k5.decode_attention(
-        q, *lists, sink_H=case["sink"], split=split, positions_B=positions, cos_sin=table, raw_q=True,
+        q,
+        *lists,
+        sink_H=case["sink"],
+        split=split,
+        positions_B=positions,
+        cos_sin=table,
+        raw_q=True,
         quantised=(codes, scales),
     )
     want, want_scale = k5.quantise_output(plain, positions, table)
@@ -136,7 +144,9 @@ def test_decode_attention_reads_pages_beyond_two_gigabytes() -> None:
     slots = (pages - 1) * 64 + torch.randperm(64, device=DEV)[None].to(torch.int32)
     small = make_pages(1, 64, torch.arange(64, device=DEV))
     pool[-1] = small[0]
-    near = k5.EntryList(pages=small, page_entries=64, slots_BW=slots % 64, lengths_B=torch.tensor([64], device=DEV, dtype=torch.int32))
+    near = k5.EntryList(
+        pages=small, page_entries=64, slots_BW=slots % 64, lengths_B=torch.tensor([64], device=DEV, dtype=torch.int32)
+    )
     far = k5.EntryList(pages=pool, page_entries=64, slots_BW=slots, lengths_B=near.lengths_B)
     q = torch.randn(1, 64, 512, device=DEV).to(torch.bfloat16)
     outs = [torch.empty_like(q) for _ in range(2)]
@@ -150,7 +160,7 @@ def test_index_logits_match_float64() -> None:
     torch.manual_seed(9)
     spread = torch.exp2(torch.randint(-9, 6, (40 * 64, 4), device=DEV).float()).repeat_interleave(32, 1)
     codes, scales = k4.pack_keys(torch.randn(40 * 64, 128, device=DEV) * spread)
-    pages = torch.full((40, 4400), 255, dtype=torch.uint8, device=DEV)[:, :4352 + 16]
+    pages = torch.full((40, 4400), 255, dtype=torch.uint8, device=DEV)[:, : 4352 + 16]
     pages[:, :4096], pages[:, 4096:4352] = codes.view(40, -1), scales.view(40, -1)
     lengths = torch.tensor([2000, 1, 64, 65, 0, 1999, 900], device=DEV, dtype=torch.int32)
     table = torch.stack([torch.randperm(40, device=DEV)[:32] for _ in range(7)]).to(torch.int32)
@@ -201,13 +211,24 @@ def make_step(first: list[int], tokens: list[int], entries: int) -> k1.Step:
     assert number <= entries
     pick = lambda x, dtype: torch.tensor(x, dtype=dtype, device=DEV)  # noqa: E731
     return k1.Step(
-        positions_T=pick(positions, torch.int64), first_row_T=pick(begin, torch.int32), last_row_T=pick(end, torch.int32),
-        ring_T=pick(ring, torch.int64), slots_T=torch.randperm(entries, device=DEV)[:number])
+        positions_T=pick(positions, torch.int64),
+        first_row_T=pick(begin, torch.int32),
+        last_row_T=pick(end, torch.int32),
+        ring_T=pick(ring, torch.int64),
+        slots_T=torch.randperm(entries, device=DEV)[:number],
+    )
 
 
-@pytest.mark.parametrize(("ratio", "rows", "first", "tokens"), [
-    (4, 8, [3, 7, 11, 100, 0], [1, 1, 1, 1, 1]), (4, 16, [0, 13, 3], [50, 37, 5]), (4, 16, [255, 6], [3, 2]),
-    (128, 128, [127, 255, 126], [1, 1, 1]), (128, 144, [0, 100, 127], [300, 60, 2])])
+@pytest.mark.parametrize(
+    ("ratio", "rows", "first", "tokens"),
+    [
+        (4, 8, [3, 7, 11, 100, 0], [1, 1, 1, 1, 1]),
+        (4, 16, [0, 13, 3], [50, 37, 5]),
+        (4, 16, [255, 6], [3, 2]),
+        (128, 128, [127, 255, 126], [1, 1, 1]),
+        (128, 144, [0, 100, 127], [300, 60, 2]),
+    ],
+)
 def test_compress_matches_float64(ratio: int, rows: int, first: list[int], tokens: list[int]) -> None:
     """Entries from rows and ring alike; state rows exact; nothing else is written, padding writes nothing."""
     torch.manual_seed(ratio)
@@ -244,16 +265,19 @@ def test_compress_does_not_depend_on_chunks(ratio: int) -> None:
     for cuts in ((0, 300), (0, 1, 130, 131, 200, 300)):
         pages = torch.full((512 // entries, page_stride(entries)), 255, dtype=torch.uint8, device=DEV)
         state = torch.full((1, 144, 2 * width), float("nan"), device=DEV)
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+        for a, b in itertools.pairwise(cuts):
             step = make_step([a], [b - a], 512)
             step.slots_T.copy_(torch.arange(a, b, device=DEV))
-            k1.compress(x[a:b], ape, weight, step, state, pages, entries, table, ratio=ratio, max_tokens_a_sequence=b - a)
+            k1.compress(
+                x[a:b], ape, weight, step, state, pages, entries, table, ratio=ratio, max_tokens_a_sequence=b - a
+            )
         results.append(pages)
     assert torch.equal(results[0], results[1])
 
 
 def test_move_pieces_copies_and_digests() -> None:
-    """Pages gathered and scattered again keep their bytes; both digests are the payload's; one changed bit changes it."""
+    """Pages gathered and scattered again keep their bytes; both digests are the payload's; one changed bit changes
+    it."""
     torch.manual_seed(12)
     pool = torch.randint(0, 256, (50, 37440), dtype=torch.uint8, device=DEV)
     back = torch.zeros_like(pool)

@@ -6,14 +6,14 @@ import re
 
 import pytest
 import torch
-
 from headrace.kernels.cuda import build, compressor, decode_attention, indexer, page_move
 
 E4M3 = torch.arange(256, dtype=torch.uint8)
 
 
 def test_e4m3_bits_shift_into_bf16() -> None:
-    """Sign, exponent and mantissa moved into a bf16 are 2^-120 times the value, subnormals too; only NaN codes differ."""
+    """Sign, exponent and mantissa moved into a bf16 are 2^-120 times the value, subnormals too; only NaN codes
+    differ."""
     code = E4M3.to(torch.int32)
     bits = ((code & 0x80) << 8) | ((code & 0x7F) << 4)
     moved = bits.to(torch.uint16).view(torch.bfloat16).double() * 2.0**120
@@ -49,8 +49,9 @@ def test_query_words_meet_the_keys_channels() -> None:
 
 @pytest.mark.parametrize("split", decode_attention.SPLITS)
 def test_runs_cover_all_tiles_once(split: int) -> None:
-    """The cut of a token's tiles among the blocks of a cluster loses none, and depends on the token's own lengths only."""
-    for tiles in range(0, 140):
+    """The cut of a token's tiles among the blocks of a cluster loses none, and depends on the token's own lengths
+    only."""
+    for tiles in range(140):
         per = -(-tiles // split)
         taken = []
         for rank in range(split):
@@ -128,9 +129,12 @@ def test_compressor_reference_does_not_depend_on_chunks() -> None:
         for a in range(0, 20, size):
             n = min(size, 20 - a)
             step = compressor.Step(
-                positions_T=torch.arange(a, a + n), first_row_T=torch.zeros(n, dtype=torch.int32),
-                last_row_T=torch.full((n,), n - 1, dtype=torch.int32), ring_T=torch.zeros(n, dtype=torch.int64),
-                slots_T=torch.arange(a, a + n))
+                positions_T=torch.arange(a, a + n),
+                first_row_T=torch.zeros(n, dtype=torch.int32),
+                last_row_T=torch.full((n,), n - 1, dtype=torch.int32),
+                ring_T=torch.zeros(n, dtype=torch.int64),
+                slots_T=torch.arange(a, a + n),
+            )
             _, made, state = compressor.compress_reference(x[a : a + n], ape, weight, step, state, table, ratio=4)
             entries.append(made)
         results.append((torch.cat(entries), state))
