@@ -1,16 +1,12 @@
 """K1: the compressor's pooling straight from the projection's output, with norm, rotary, quantisation and insert [BI].
 
-Shape letters: T tokens of a step, C = 2 * width columns (values, then scores; width 1024 for ratio 4, 512
-for ratio 128),  # noqa: E501
-R rings, P pages. Mathematics: entry = quantise(rotate(rms_norm(sum_t softmax_t(score + ape) * value) * weight)),
-the softmax
-over the pooled tokens and for each channel by itself; rotary position of the group's first token.
+Shape letters: T tokens of a step, C = 2 * width columns (values, then scores; width 1024 for ratio 4, 512 for 128),
+R rings, P pages. Mathematics, the softmax over the pooled tokens and for each channel by itself, rotary position of the
+group's first token: entry = quantise(rotate(rms_norm(sum_t softmax_t(score + ape) * value) * weight)).
 
-A sequence's tokens stand in neighbouring rows of the step, in order of position. A token that pools reads the rows
-of the
-step for the sequence's tokens in it, and the ring for earlier ones; the sum is taken in order of position either
-way, so
-cutting a prompt elsewhere changes no bit.
+A sequence's tokens stand in neighbouring rows of the step, in order of position. A token that pools reads the rows of
+the step for the sequence's tokens in it, and the ring for earlier ones; the sum is taken in order of position either
+way, so cutting a prompt elsewhere changes no bit.
 """
 
 from __future__ import annotations
