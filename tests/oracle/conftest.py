@@ -1,0 +1,8 @@
+"""Lets the tests of this folder, and of others, import `oracle.builder`, `oracle.plain` and the rest by name."""
+
+import sys
+from pathlib import Path
+
+TESTS = str(Path(__file__).resolve().parents[1])
+if TESTS not in sys.path:
+    sys.path.insert(0, TESTS)
