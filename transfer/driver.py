@@ -1,0 +1,81 @@
+"""What moves bytes between two workers' registered buffers: one READ a segment, by the taker, and its note.
+
+Nothing cancels a READ. Until `poll` says DONE or LOST its bytes may still land, whatever else was called, so the handle
+stays with the driver and the buffer stays out of use. Addresses are integers; no call but `close` waits for a peer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType, Protocol
+
+ReadHandle = NewType("ReadHandle", int)
+"""Names one posted READ; never reused in a process."""
+
+
+class ReadState(Enum):
+    """What is known about a READ."""
+
+    PROC = "proc"
+    """Its bytes may land at any time."""
+    DONE = "done"
+    """All of them landed; terminal."""
+    LOST = "lost"
+    """The connection failed; terminal for the READ and for the peer's agent."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Memory that READs start from or land in. It stays mapped until the process ends."""
+
+    address: int
+    num_bytes: int
+    device: str = "cpu"
+
+
+class Driver(Protocol):
+    """One agent. Called by one thread only."""
+
+    @property
+    def agent_name(self) -> str:
+        """Worker id and incarnation: a name is one life."""
+        ...
+
+    def register(self, *, send: Region, landing: Region) -> None:
+        """Once, before anything else. Never deregistered."""
+        ...
+
+    def metadata(self) -> bytes:
+        """What a peer needs to read the send region, and nothing else of this process."""
+        ...
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Know a peer's agent; its name. Adding a known one again is harmless. Raises PeerError."""
+        ...
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer's agent. The caller has no READ of it in flight. Unknown names are fine."""
+        ...
+
+    def post_read(
+        self, peer: str, *, local: int, remote: int, num_bytes: int, remote_device: str, note: bytes
+    ) -> ReadHandle:
+        """Start a READ. `note` reaches the peer once `poll` here has seen DONE. Raises PeerError: nothing runs."""
+        ...
+
+    def poll(self, handle: ReadHandle) -> ReadState:
+        """DONE and LOST are said once: the handle is then gone."""
+        ...
+
+    def notes(self) -> list[tuple[str, bytes]]:
+        """Notes that arrived since the last call: (peer's agent name, note). Unauthenticated: they free buffers only."""
+        ...
+
+    def transport(self, peer: str) -> str:
+        """What carries this peer's bytes, as far as it can be known, for example "nixl/UCX tcp"."""
+        ...
+
+    def close(self) -> None:
+        """The process is about to end, or a test is: nothing of the agent is used after this."""
+        ...
