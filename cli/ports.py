@@ -1,0 +1,36 @@
+"""Free ports for the processes of one host."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from ..core.errors import ConfigError
+
+FIRST_PORT, LAST_PORT = 18_000, 32_000
+"""Below the ports that kernels give to outgoing connections (32768 and up on Linux). A worker starts again on its old
+port, and in between its router keeps dialling it: from such a port a dialler could meet itself and hold the port."""
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """`count` different ports of `host` that nothing listens on now."""
+    found: list[int] = []
+    candidates = random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT), LAST_PORT - FIRST_PORT)
+    for port in candidates:
+        if len(found) == count:
+            return found
+        if is_free(host, port):
+            found.append(port)
+    raise ConfigError(f"fewer than {count} free ports on {host} between {FIRST_PORT} and {LAST_PORT}")
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether this process could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,119 @@
+"""What "auto" becomes on a given machine, and how memory is cut into pools."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace as with_fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.config.load import load
+from headrace.config.resolve import CPU_POOL_BYTES, Host, resolve, size_pools
+from headrace.config.tree import CacheSection, Config
+from headrace.core.errors import ConfigError
+from headrace.core.pools import PoolKind
+
+LAPTOP = Host(num_cores=4, free_memory_bytes=4 << 30, cuda_memory_bytes=None)
+SERVER = Host(num_cores=64, free_memory_bytes=512 << 30, cuda_memory_bytes=140 << 30)
+
+
+def test_auto_on_a_laptop_is_cpu_bf16_and_fp8_pages():
+    """A share of memory that leaves room for the rest."""
+    config = resolve(Config(), LAPTOP)
+    assert (config.model.device, config.model.dtype, config.model.kv_dtype) == ("cpu", "bf16", "fp8")
+    assert config.engine.num_threads == 4
+    assert config.cache.memory_bytes == 512 << 20
+
+
+def test_auto_with_a_gpu_is_cuda():
+    """The device's memory is what is cut, not the host's."""
+    config = resolve(Config(), SERVER)
+    assert config.model.device == "cuda"
+    assert config.cache.memory_bytes == 35 << 30
+
+
+def test_cpu_pools_are_bounded_on_a_large_host():
+    """Half a terabyte of free memory is no reason to take it."""
+    assert resolve(load(flags={"model.device": "cpu"}), SERVER).cache.memory_bytes == CPU_POOL_BYTES
+
+
+def test_fp32_arithmetic_keeps_fp32_pages_unless_told():
+    """fp32 exists to be judged by the oracle."""
+    assert resolve(load(flags={"model.dtype": "fp32"}), LAPTOP).model.kv_dtype == "fp32"
+    assert resolve(load(flags={"model.dtype": "fp32", "model.kv_dtype": "fp8"}), LAPTOP).model.kv_dtype == "fp8"
+
+
+def test_cuda_without_a_device_is_refused():
+    """No silent fall to the CPU."""
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        resolve(load(flags={"model.device": "cuda"}), LAPTOP)
+
+
+def test_resolving_is_logged_and_done_once(caplog: pytest.LogCaptureFixture):
+    """Each value that was chosen is a line; what was said stays, and resolving again changes nothing."""
+    with caplog.at_level(logging.INFO):
+        config = resolve(load(flags={"engine.num_threads": "3"}), LAPTOP)
+    assert config.engine.num_threads == 3
+    assert "config.resolved key=model.device from=auto value=cpu" in caplog.messages
+    assert not any("num_threads" in message for message in caplog.messages)
+    assert resolve(config, LAPTOP) == config
+
+
+PAGE_BYTES = {PoolKind.HISTORY: 40_000, PoolKind.WINDOW: 180_000, PoolKind.STATE: 900_000, PoolKind.SNAPSHOT: 90_000}
+
+
+def test_pools_serve_every_sequence_and_history_takes_the_rest():
+    """A chunk of 256 beside its window of 128 is 6 pages, and one for what the borders cut."""
+    sized = size_pools(
+        CacheSection(memory_bytes=100 << 20), PAGE_BYTES,
+        max_num_seqs=8, max_num_batched_tokens=256, max_model_len=1 << 20,
+    )  # fmt: skip
+    assert (sized.window_pages, sized.state_rows, sized.snapshot_rows) == (8 * 7, 8, 0)
+    assert sized.history_pages == ((100 << 20) - 56 * 180_000 - 8 * 900_000) // 40_000
+
+
+def test_history_is_no_larger_than_all_sequences_need():
+    """A small model does not take memory that nothing could fill."""
+    sized = size_pools(
+        CacheSection(memory_bytes=1 << 40), PAGE_BYTES, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=300
+    )
+    assert sized.history_pages == 4
+
+
+def test_sizes_that_were_given_stay():
+    """Only zeros are computed."""
+    given = CacheSection(memory_bytes=0, history_pages=5, window_pages=6, state_rows=7, snapshot_rows=8)
+    assert size_pools(given, PAGE_BYTES, max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1) == given
+
+
+def test_memory_that_holds_no_block_is_refused():
+    """Better at the start than as a worker that refuses all."""
+    with pytest.raises(ConfigError, match=r"engine\.max_num_seqs"):
+        size_pools(
+            CacheSection(memory_bytes=1 << 20), PAGE_BYTES,
+            max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096,
+        )  # fmt: skip
+
+
+@given(
+    memory=st.integers(1 << 20, 1 << 36),
+    seqs=st.integers(1, 256),
+    chunk=st.integers(1, 8192),
+    length=st.integers(1, 1 << 20),
+)
+def test_pools_never_exceed_the_memory(memory: int, seqs: int, chunk: int, length: int):
+    """Whatever the limits, the sum of all pools fits or the settings are refused."""
+    cache = with_fields(CacheSection(), memory_bytes=memory)
+    try:
+        sized = size_pools(cache, PAGE_BYTES, max_num_seqs=seqs, max_num_batched_tokens=chunk, max_model_len=length)
+    except ConfigError:
+        return
+    total = (
+        sized.history_pages * PAGE_BYTES[PoolKind.HISTORY]
+        + sized.window_pages * PAGE_BYTES[PoolKind.WINDOW]
+        + sized.state_rows * PAGE_BYTES[PoolKind.STATE]
+    )
+    assert sized.history_pages >= 1
+    assert total <= memory

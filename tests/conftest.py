@@ -1,0 +1,49 @@
+"""Shared by all tests: seeds that come from a test's name, and the choice of what runs."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Generator
+
+import pytest
+
+SEED = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("headrace")
+    group.addoption("--seed", type=int, default=None, help="replay with this seed instead of the test name's own")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of real processes come last, one after another on one xdist worker: they measure, and they take ports."""
+    for item in items:
+        if item.get_closest_marker("process"):
+            item.add_marker(pytest.mark.xdist_group("process"))
+    items.sort(key=lambda item: item.get_closest_marker("process") is not None)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A number that is the test's own, the same on every machine; printed when the test fails, `--seed N` replays it."""
+    chosen = request.config.getoption("--seed")
+    if chosen is None:
+        chosen = int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "little")
+    request.node.stash[SEED] = chosen
+    return int(chosen)
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """Draws from the test's seed."""
+    return random.Random(seed)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    seed = item.stash.get(SEED, None)
+    if report.failed and seed is not None:
+        report.sections.append(("seed", f"replay with --seed {seed}"))
+    return report
