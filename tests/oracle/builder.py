@@ -331,8 +331,10 @@ def write_released(
 
 def oracle_model(released: Path) -> Any:
     """transformers' own model of a plain released checkpoint, fp32, eager; it must have read every tensor."""
-    from transformers import DeepseekV4ForCausalLM
+    from transformers import DeepseekV4ForCausalLM, logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     model, info = DeepseekV4ForCausalLM.from_pretrained(
         released, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )

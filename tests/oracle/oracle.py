@@ -1,7 +1,7 @@
 """What transformers says: logits at every position of a prompt, and greedy tokens, with how far each can be trusted.
 
 fp32, eager, one sequence. A choice of experts or of entries that was nearly a tie can fall either way in a correct
-engine, so the nearest miss of every choice is recorded. A prompt is grown in pieces, and a piece in which a choice comes
+engine, so the nearest miss of every choice is recorded. A prompt is grown in pieces, and a piece in which a choice is
 nearer than `TIE` is drawn again: what is left has no position in doubt. Greedy tokens cannot be drawn again; of them
 those count that come before the first near tie. Results are kept in `.cache/oracle`, under a hash of what made them.
 """
