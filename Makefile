@@ -49,6 +49,7 @@ bench: setup ## time the kernels of this machine
 	$(BIN)/python benchmarks/kernels.py $(ARGS)
 
 setup: $(VENV)/.installed ## the virtual environment with everything in it (the other targets do this themselves)
+	@:
 
 clean: ## remove what builds and tests leave behind
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info .src/*.egg-info
