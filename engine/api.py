@@ -165,7 +165,9 @@ class SequenceFailed:
     error: HeadraceError
 
 
-Event: TypeAlias = Reserved | Refused | Started | ChunkDone | TokenSampled | PromptScored | SequenceFinished | SequenceFailed
+Event: TypeAlias = (
+    Reserved | Refused | Started | ChunkDone | TokenSampled | PromptScored | SequenceFinished | SequenceFailed
+)
 
 EventSink: TypeAlias = Callable[[Sequence[Event]], None]
 

@@ -45,7 +45,7 @@ def _tables(slices: Sequence[Slice]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _closing(slices: Sequence[Slice], ratio: int) -> ClosingEntries:
-    """Entries [start // ratio, end // ratio) of each slice; candidates are the group, for ratio 4 the one before too."""
+    """Entries [start // ratio, end // ratio) of each slice; candidates: the group, for ratio 4 the one before too."""
     per_page = BLOCK_TOKENS // ratio
     reach = torch.arange(-4 if ratio == 4 else 0, ratio)
     positions, slots, state_rows, tokens, rows = [], [], [], [], []
@@ -62,7 +62,9 @@ def _closing(slices: Sequence[Slice], ratio: int) -> ClosingEntries:
         tokens.append(candidates.clamp_min(-1))
         rows.append(torch.where(candidates >= s.start, candidates - s.start + row, -1))
         row += len(s.tokens)
-    return ClosingEntries(torch.cat(positions), torch.cat(slots), torch.cat(state_rows), torch.cat(tokens), torch.cat(rows))
+    return ClosingEntries(
+        torch.cat(positions), torch.cat(slots), torch.cat(state_rows), torch.cat(tokens), torch.cat(rows)
+    )
 
 
 def plan_batch(slices: Sequence[Slice]) -> Batch:
@@ -89,6 +91,7 @@ def plan_batch(slices: Sequence[Slice]) -> Batch:
         window_first_S=first,
         closing={ratio: _closing(slices, ratio) for ratio in (4, 128)},
         logit_rows=torch.tensor(
-            [o + p - s.start for o, s in zip(offsets, slices, strict=False) for p in s.logit_positions], dtype=torch.int64
+            [o + p - s.start for o, s in zip(offsets, slices, strict=False) for p in s.logit_positions],
+            dtype=torch.int64,
         ),
     )

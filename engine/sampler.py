@@ -56,7 +56,7 @@ class History:
         self.output[token] = self.output.get(token, 0) + 1
 
 
-def _penalised(logits_V: Tensor, params: SamplingParams, history: History, index: int) -> Tensor:
+def _penalised(logits_V: Tensor, params: SamplingParams, history: History, num_new: int) -> Tensor:
     """Float64 logits after penalties, bias and bans."""
     x = logits_V.double()
     if params.repetition_penalty != 1.0 and history.seen:
@@ -74,7 +74,7 @@ def _penalised(logits_V: Tensor, params: SamplingParams, history: History, index
         ids = torch.tensor(params.allowed_token_ids)
         allowed[ids] = x[ids]
         x = allowed
-    if index < params.min_tokens:
+    if num_new < params.min_tokens:
         banned = {*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids)}
         if banned:
             x[torch.tensor(sorted(banned))] = float("-inf")
@@ -112,15 +112,18 @@ def raw_logprobs(logits_V: Tensor, token: int, num_top: int) -> TokenLogprobs:
 
 
 def sample(
-    logits_V: Tensor, params: SamplingParams, history: History, index: int
+    logits_V: Tensor, params: SamplingParams, history: History, index: int, num_new: int | None = None
 ) -> tuple[int, TokenLogprobs | None]:
     """The token at output `index`, and its raw log-probabilities if they are wanted.
+
+    Args:
+        num_new: tokens since the request was (re)submitted, which `min_tokens` counts; default: `index`.
 
     Raises:
         BrokenLogits: a logit is NaN.
     """
     if bool(logits_V.isnan().any()):
         raise BrokenLogits("the model's logits are not numbers")
-    x = _penalised(logits_V, params, history, index)
+    x = _penalised(logits_V, params, history, index if num_new is None else num_new)
     token = int(x.argmax()) if params.temperature < GREEDY_BELOW else _draw(x, params, index)
     return token, None if params.logprobs is None else raw_logprobs(logits_V, token, params.logprobs)

@@ -19,7 +19,12 @@ from .paged import PagedEntries, StateRing
 
 
 class _View(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("stride", ctypes.c_int64), ("entries", ctypes.c_int32), ("format", ctypes.c_int32))
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("entries", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+    )
 
 
 _PTR, _I64, _INT, _F32, _VIEW = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.POINTER(_View)
@@ -39,7 +44,10 @@ _SIGNATURES = {
     "hr_round_trip": (_INT, _PTR, _I64, _PTR),
     "hr_hadamard": (_PTR, _I64),
     "hr_select": (_PTR, _PTR, _I64, _INT, _PTR, _PTR, _VIEW, _PTR, _I64, _I64, _PTR, _PTR),
-    "hr_attend": (_PTR, _I64, _INT, _PTR, _PTR, _VIEW, _PTR, _PTR, _I64, _VIEW, _PTR, _I64, _INT, _PTR, _PTR, _I64, _PTR, _PTR, _INT),
+    "hr_attend": (
+        _PTR, _I64, _INT, _PTR, _PTR, _VIEW, _PTR, _PTR, _I64,
+        _VIEW, _PTR, _I64, _INT, _PTR, _PTR, _I64, _PTR, _PTR, _INT,
+    ),
     "hr_gate": (_PTR, _I64, _INT, _PTR, _PTR, _INT, _F32, _INT, _PTR, _PTR),
     "hr_swiglu": (_PTR, _I64, _I64, _F32, _PTR, _INT),
     "hr_add_rows": (_PTR, _I64, _PTR, _PTR, _I64, _PTR),
@@ -65,7 +73,11 @@ def _p(tensor: Tensor | None) -> int | None:
 
 
 def _view(view: PagedEntries | None) -> _View | None:
-    return None if view is None else _View(view.base_address, view.storage.stride(0), view.entries_per_page, int(view.format))
+    return (
+        None
+        if view is None
+        else _View(view.base_address, view.storage.stride(0), view.entries_per_page, int(view.format))
+    )
 
 
 @dataclass(frozen=True)
@@ -120,7 +132,18 @@ def hc_mix(
     pre, post, comb = torch.empty(t, 4), torch.empty(t, 4), torch.empty(t, 4, 4)
     flat = streams_TND[0].numel() if t else 16
     _library().hr_hc_mix(
-        _p(streams_TND), _p(raw_TM), t, flat, _p(scale), _p(base), iterations, eps, norm_eps, _p(pre), _p(post), _p(comb)
+        _p(streams_TND),
+        _p(raw_TM),
+        t,
+        flat,
+        _p(scale),
+        _p(base),
+        iterations,
+        eps,
+        norm_eps,
+        _p(pre),
+        _p(post),
+        _p(comb),
     )
     return pre, post, comb
 
@@ -129,7 +152,9 @@ def hc_head_mix(streams_TND: Tensor, raw_TN: Tensor, scale: float, base: Tensor,
     """Weights [T, 4] of the streams' sum before the last norm."""
     t = streams_TND.shape[0]
     pre = torch.empty(t, 4)
-    _library().hr_hc_head_mix(_p(streams_TND), _p(raw_TN), t, streams_TND[0].numel(), scale, _p(base), eps, norm_eps, _p(pre))
+    _library().hr_hc_head_mix(
+        _p(streams_TND), _p(raw_TN), t, streams_TND[0].numel(), scale, _p(base), eps, norm_eps, _p(pre)
+    )
     return pre
 
 
@@ -202,8 +227,8 @@ def select_entries(
     t, heads, _ = q_TJI.shape
     chosen, count = torch.full((t, topk), -1, dtype=torch.int32), torch.zeros(t, dtype=torch.int32)
     status = _library().hr_select(
-        _p(q_TJI), _p(w_TJ), t, heads, _p(positions_T), _p(seq_T), _view(keys), _p(history_SB), history_SB.shape[1], topk,
-        _p(chosen), _p(count),
+        _p(q_TJI), _p(w_TJ), t, heads, _p(positions_T), _p(seq_T), _view(keys),
+        _p(history_SB), history_SB.shape[1], topk, _p(chosen), _p(count),
     )  # fmt: skip
     if status:
         raise MemoryError("indexer scratch")
@@ -212,7 +237,8 @@ def select_entries(
 
 def attend(
     q_THK: Tensor, positions_T: Tensor, seq_T: Tensor, window: PagedEntries, window_SW: Tensor, window_first_S: Tensor,
-    entries: PagedEntries | None, history_SB: Tensor, ratio: int, chosen: tuple[Tensor, Tensor] | None, sink_H: Tensor, *, bf16: bool,
+    entries: PagedEntries | None, history_SB: Tensor, ratio: int, chosen: tuple[Tensor, Tensor] | None,
+    sink_H: Tensor, *, bf16: bool,
 ) -> Tensor:  # fmt: skip
     """Attention over the window (at most 128 raw entries) and the visible or chosen compressed ones -> [T, H, 512].
 
@@ -222,9 +248,10 @@ def attend(
     out = torch.empty_like(q_THK)
     picked, count = chosen if chosen is not None else (None, None)
     status = _library().hr_attend(
-        _p(q_THK), t, heads, _p(positions_T), _p(seq_T), _view(window), _p(window_SW), _p(window_first_S), window_SW.shape[1],
-        _view(entries), _p(history_SB), history_SB.shape[1], ratio, _p(picked), _p(count), 0 if picked is None else picked.shape[1],
-        _p(sink_H), _p(out), bf16,
+        _p(q_THK), t, heads, _p(positions_T), _p(seq_T),
+        _view(window), _p(window_SW), _p(window_first_S), window_SW.shape[1],
+        _view(entries), _p(history_SB), history_SB.shape[1],
+        ratio, _p(picked), _p(count), 0 if picked is None else picked.shape[1], _p(sink_H), _p(out), bf16,
     )  # fmt: skip
     if status:
         raise MemoryError("attention scratch")

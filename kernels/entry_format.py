@@ -77,14 +77,14 @@ def pack_entries(entry_format: EntryFormat, values_NK: Tensor) -> tuple[Tensor, 
             return values_NK.bfloat16().contiguous().view(torch.uint8), none
         case EntryFormat.KV_FP8:
             rounded = values_NK.bfloat16()
-            groups = rounded[:, :448].float().unflatten(1, (7, 64))
+            groups = rounded[:, :448].float().view(-1, 7, 64)
             exponents = exponent_at_least(groups.abs().amax(-1).clamp_min(1e-4) / 448)
             scaled = torch.ldexp(groups, -exponents[..., None]).clamp(-448, 448)
             codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
             scales = torch.nn.functional.pad((exponents + 127).to(torch.uint8), (0, 1))
             return torch.cat([codes, rounded[:, 448:].contiguous().view(torch.uint8)], 1), scales
         case EntryFormat.INDEX_FP4:
-            groups = values_NK.float().unflatten(1, (4, 32))
+            groups = values_NK.float().view(-1, 4, 32)
             exponents = exponent_at_least(groups.abs().amax(-1).clamp_min(6 * 2.0**-126) / 6)
             scaled = (groups.double() / torch.exp2(exponents[..., None].double())).flatten(1).clamp(-6, 6)
             table = torch.tensor(E2M1, dtype=torch.float64)
@@ -104,13 +104,13 @@ def unpack_entries(entry_format: EntryFormat, data: Tensor, scale: Tensor) -> Te
         case EntryFormat.KV_BF16 | EntryFormat.INDEX_BF16:
             return data.contiguous().view(torch.bfloat16).float()
         case EntryFormat.KV_FP8:
-            codes = data[:, :448].contiguous().view(torch.float8_e4m3fn).float().unflatten(1, (7, 64))
+            codes = data[:, :448].contiguous().view(torch.float8_e4m3fn).float().view(-1, 7, 64)
             plain = torch.ldexp(codes, scale[:, :7].int()[..., None] - 127).flatten(1)
             return torch.cat([plain, data[:, 448:].contiguous().view(torch.bfloat16).float()], 1)
         case EntryFormat.INDEX_FP4:
             code = torch.stack([data & 15, data >> 4], -1).flatten(1).long()
             value = torch.tensor(E2M1)[code & 7] * torch.where(code >= 8, -1.0, 1.0)
-            return torch.ldexp(value.unflatten(1, (4, 32)), scale.int()[..., None] - 127).flatten(1)
+            return torch.ldexp(value.view(-1, 4, 32), scale.int()[..., None] - 127).flatten(1)
 
 
 def _rows(view: PagedEntries, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
 """DeepSeek-V4 on the CPU device: a forward pass over paged views; no serving, no allocation of pages.
 
 Letters: T tokens, D hidden, N = 4 streams, H heads, K = 512 head width, E experts. Activations are fp32 in memory; with
-`bf16` they are rounded to bf16 where the model keeps bf16: streams, inputs and outputs of sublayers, qr, q, kv, entries,
-attention output. Mixing, norms, rotary, pooling, gate, softmax and accumulation stay fp32. Attention reads every key
-from the pages, those of this step too, so that what a token sees does not depend on where the prompt was cut.
-Source: the published model code; section numbers in comments are the steps of docs/architecture.md.
+`bf16` they are rounded to bf16 where the model keeps bf16: streams, inputs and outputs of sublayers, qr, q, kv,
+entries, attention output. Mixing, norms, rotary, pooling, gate, softmax and accumulation stay fp32. Attention reads
+every key from the pages, those of this step too, so that what a token sees does not depend on where the prompt was cut.
+Source: the published model code.
 """
 
 from __future__ import annotations

@@ -173,7 +173,8 @@ def read_keys(pages: Tensor, page_ids: Tensor, dtype: torch.dtype = torch.float6
     value = table[nibbles & 7] * (1 - 2 * (nibbles >> 3)).to(dtype)
     exponent = page[:, PAGE * CODE_BYTES : PAGE * KEY_BYTES].reshape(-1, 4).long()
     exponent = torch.maximum(exponent, exponent.amax(1, keepdim=True) - MAX_FOLD)
-    return (value.unflatten(1, (4, 32)) * torch.exp2(exponent.to(dtype) - 127)[..., None]).flatten(1)
+    scaled: Tensor = value.view(-1, 4, 32) * torch.exp2(exponent.to(dtype) - 127)[..., None]
+    return scaled.flatten(1)
 
 
 def index_logits_reference(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from headrace.core.sampling import SamplingParams
 from headrace.engine.sampler import BrokenLogits, History, raw_logprobs, sample, uniform
 

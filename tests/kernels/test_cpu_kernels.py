@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from headrace.kernels import cpu
 from headrace.kernels.entry_format import EntryFormat, insert_entries, page_bytes, read_entries
 from headrace.kernels.paged import PagedEntries

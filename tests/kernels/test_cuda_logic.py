@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+
 from headrace.kernels.cuda import build, compressor, decode_attention, indexer, page_move
 
 E4M3 = torch.arange(256, dtype=torch.uint8)

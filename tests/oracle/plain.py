@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from headrace.model.config import ModelConfig
 from torch import Tensor
 from torch.nn import functional as F
+
+from headrace.model.config import ModelConfig
 
 from .builder import from_fp4, power_of_two_from, to_fp4
 
