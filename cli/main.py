@@ -225,7 +225,8 @@ def _worker_settings(arguments: argparse.Namespace, role: str) -> Config:
     from .logs import start_logging
 
     start_logging(config.log_level)
-    from ..config.resolve import inspect_host, resolve
+    from ..config.resolve import resolve
+    from .host import inspect_host
 
     return resolve(config, inspect_host(config))
 

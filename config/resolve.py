@@ -1,14 +1,13 @@
-"""Turns "auto" and 0 into values, in a new tree, and logs each. The machine is looked at once, in `inspect_host`.
+"""Turns "auto" and 0 into values, in a new tree, and logs each.
 
-`resolve` and `size_pools` are arithmetic over what was seen. Torch is imported only to ask for a CUDA device, and only
-where the device is "auto" or "cuda": the router never resolves.
+Arithmetic over what was seen of the machine, which `cli/host.py` looks at. The router never resolves: what is "auto"
+concerns workers only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,15 +35,6 @@ class Host:
     """Of host memory, what can be had without swapping."""
     cuda_memory_bytes: int | None
     """Of the first CUDA device; None: there is none, or nobody asked."""
-
-
-def inspect_host(config: Config) -> Host:
-    """Cores that this process may use, memory, and a CUDA device unless the CPU was asked for."""
-    return Host(
-        num_cores=len(os.sched_getaffinity(0)),
-        free_memory_bytes=_free_memory_bytes(),
-        cuda_memory_bytes=None if config.model.device == "cpu" else _cuda_memory_bytes(),
-    )
 
 
 def resolve(config: Config, host: Host) -> Config:
@@ -120,22 +110,3 @@ def size_pools(
             )
         history_pages = min(wanted, affordable)
     return dataclasses.replace(cache, history_pages=history_pages, window_pages=window_pages, state_rows=state_rows)
-
-
-def _free_memory_bytes() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as stream:
-            for line in stream:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _cuda_memory_bytes() -> int | None:
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(0).total_memory)
