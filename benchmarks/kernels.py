@@ -35,6 +35,7 @@ def floor_us(flops: float, nbytes: float, rate: float = BF16_FLOP_S) -> float:
 def attention(table: Any, splits: tuple[int, ...] = (1, 2, 4), batches: tuple[int, ...] = (1, 16, 64, 128)) -> None:
     """K5 against FlashMLA's sparse decode, planned before."""
     import peer_flashmla as peer
+
     from headrace.kernels.cuda.decode_attention import EntryList, decode_attention
 
     def ours(data: Any, split: int) -> list[Callable[[], Any]]:
@@ -90,9 +91,10 @@ def fused(table: Any, batches: tuple[int, ...] = (1, 16, 64, 128), splits: tuple
     """K2's q side + K5 + K3 in one launch, against the same three in plain PyTorch (float64 attention)."""
     import peer_flashmla as peer
     from gputime import relative_error
-    from headrace.kernels.cuda import decode_attention as k5
     from peer_vllm import cos_sin
     from table import Case, poison
+
+    from headrace.kernels.cuda import decode_attention as k5
 
     swa, ext = peer.random_cache(2048, 64), peer.random_cache(32768, 64)
     cs = cos_sin(65536)
@@ -187,8 +189,9 @@ def indexer(table: Any) -> None:
     """K4 logits with fp4 keys against DeepGEMM's with fp8 keys, and logits + top-512 together."""
     import peer_deepgemm as peer
     from gputime import relative_error
-    from headrace.kernels.cuda import indexer as k4
     from table import Case
+
+    from headrace.kernels.cuda import indexer as k4
 
     dg = peer.load(os.environ["PEERS"])
     for case in peer.logits(dg):
@@ -239,6 +242,7 @@ def indexer(table: Any) -> None:
 def topk(table: Any) -> None:
     """K4's top-k against vLLM's cooperative and persistent ones; ours is compared place by place with a stable sort."""
     import peer_vllm as peer
+
     from headrace.kernels.cuda import indexer as k4
 
     peer.load_ops(os.environ["PEERS"])
@@ -282,9 +286,10 @@ def compressor(table: Any) -> None:
     sum)."""
     import peer_vllm as peer
     from gputime import relative_error
+    from table import Case
+
     from headrace.kernels.cuda import compressor as k1
     from headrace.kernels.cuda.decode_attention import read_entries
-    from table import Case
 
     mod, _ = peer.load_triton(os.environ["PEERS"])
     for case in peer.compressor(mod):
@@ -371,8 +376,9 @@ def ends(table: Any) -> None:
 
 def move(table: Any) -> None:
     """Gather of scattered pages with a digest, against torch's index_select without one."""
-    from headrace.kernels.cuda import page_move
     from table import Case
+
+    from headrace.kernels.cuda import page_move
 
     for size, number in ((37440, 28679), (16384, 65536), (131072, 8192)):
         pool = torch.randint(-(2**62), 2**62, (number, size // 8), device=DEV)

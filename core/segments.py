@@ -6,6 +6,8 @@ their own page tables, so nothing that arrived decides where anything is written
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -33,6 +35,12 @@ class SegmentRange:
     layer_count: int
     first: int
     count: int
+
+
+def index_digest(ranges: Sequence[SegmentRange]) -> int:
+    """64 bit digest of which ranges a segment holds, in order: what the payload's digest does not cover."""
+    packed = b"".join(struct.pack("<5I", r.kind, r.layer_first, r.layer_count, r.first, r.count) for r in ranges)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 class SegmentGeometry(Protocol):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,10 @@ from ..core.pools import PoolKind
 from ..core.segments import RangeKind, SegmentRange
 from ..kernels import segment_copy
 from .layout import OVERLAP_ROWS, CacheLayout, Region, Stream, kept_rows, live_window
-from .pools import CachePools
 from .sequence import SequencePages
+
+if TYPE_CHECKING:  # sizes are asked for where no torch is
+    from .pools import CachePools
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -63,7 +66,7 @@ class CacheGeometry:
     @property
     def min_segment_bytes(self) -> int:
         """What `max_bytes` must be at least: the largest thing that is never cut."""
-        states = [self._state_bytes(layer, 127) for layer in range(self._num_layers)]
+        states = [self.state_bytes(layer, 127) for layer in range(self._num_layers)]
         return max(*self._history, *(3 * size for size in self._window), *states)
 
     def payload_bytes(self, ranges: Sequence[SegmentRange], length: int) -> int:
@@ -107,7 +110,7 @@ class CacheGeometry:
         window = live_window(length)
         packer.add(WINDOW, window.start, len(window), [size * len(window) for size in self._window])
         first = min(self._first_row(layer, length) for layer in range(self._num_layers))
-        sizes = [self._state_bytes(layer, length) for layer in range(self._num_layers)]
+        sizes = [self.state_bytes(layer, length) for layer in range(self._num_layers)]
         packer.add(STATE, first, length - first, sizes)
         return packer.segments()
 
@@ -141,7 +144,7 @@ class CacheGeometry:
             if part.kind == STATE:
                 length = part.first + part.count
                 for layer in layers:
-                    if self._state_bytes(layer, length):
+                    if self.state_bytes(layer, length):
                         first = self._first_row(layer, length)
                         fine.append(SegmentRange(STATE, layer, 1, first, length - first))
                 continue
@@ -152,6 +155,14 @@ class CacheGeometry:
             for unit in range(part.first, part.first + part.count):
                 fine += [SegmentRange(part.kind, layer, 1, unit, 1) for layer in holding]
         return frozenset(fine)
+
+    def state_bytes(self, layer: int, length: int) -> int:
+        """Bytes of a layer's compressor rows that a sequence of `length` tokens keeps."""
+        ratio = self.layout.shape.ratio(layer)
+        older, full = _older_and_full(ratio, length)
+        return sum(
+            self.layout.region(stream, layer).row_bytes * (2 * len(full) + len(older)) // 2 for stream in RINGS[ratio]
+        )
 
     # ---- within ----
 
@@ -165,7 +176,7 @@ class CacheGeometry:
         self._check_layers(part)
         layers = range(part.layer_first, part.layer_first + part.layer_count)
         if part.kind == STATE:
-            size = sum(self._state_bytes(layer, length) for layer in layers)
+            size = sum(self.state_bytes(layer, length) for layer in layers)
             wanted = min(self._first_row(layer, length) for layer in layers)
             fits = part.count > 0 and part.first + part.count == length and 0 <= part.first <= wanted
         else:
@@ -179,13 +190,6 @@ class CacheGeometry:
 
     def _first_row(self, layer: int, length: int) -> int:
         return kept_rows(self.layout.shape.ratio(layer), length).start
-
-    def _state_bytes(self, layer: int, length: int) -> int:
-        ratio = self.layout.shape.ratio(layer)
-        older, full = _older_and_full(ratio, length)
-        return sum(
-            self.layout.region(stream, layer).row_bytes * (2 * len(full) + len(older)) // 2 for stream in RINGS[ratio]
-        )
 
 
 class CacheMover:

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A number that is the test's own, the same on every machine; printed when the test fails, `--seed N` replays it."""
+    """The test's own number, the same on every machine; printed when the test fails, `--seed N` replays it."""
     chosen = request.config.getoption("--seed")
     if chosen is None:
         chosen = int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "little")

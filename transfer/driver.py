@@ -69,7 +69,7 @@ class Driver(Protocol):
         ...
 
     def notes(self) -> list[tuple[str, bytes]]:
-        """Notes that arrived since the last call: (peer's agent name, note). Unauthenticated: they free buffers only."""
+        """Notes that arrived since the last call: (peer's agent name, note). Unauthenticated: they only free."""
         ...
 
     def transport(self, peer: str) -> str:

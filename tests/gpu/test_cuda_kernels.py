@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+
 from headrace.kernels.cuda import build
 from headrace.kernels.cuda import compressor as k1
 from headrace.kernels.cuda import decode_attention as k5

@@ -4,6 +4,7 @@ import math
 
 import grpc
 import pytest
+
 from headrace.core import errors
 from headrace.core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from headrace.proto import engine_convert as convert

@@ -1,0 +1,307 @@
+"""Send and landing buffers: the only memory that READs touch, one segment each, in one mapping per kind.
+
+A landing buffer is the only memory that another process's bytes reach. A deadline gives a READ up but does not stop it:
+its bytes may land much later. So a buffer is free again when its own handle has ended, never on time alone (HELD).
+A send buffer may be taken back at any moment: a late reader meets another generation and refuses the bytes.
+Knows states, owners and generations; not handles, messages, pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ..core.ids import TransferId
+from .driver import Region
+from .header import HEADER_BYTES
+
+PAGE_BYTES = 4096
+
+
+class BufferMemory:
+    """`num_buffers` equal buffers in one anonymous mapping: header, then payload. Zeroed, page-aligned, never moved."""
+
+    def __init__(self, num_buffers: int, payload_bytes: int) -> None:
+        self.num_buffers = num_buffers
+        self.payload_bytes = payload_bytes
+        self.stride = -(-(HEADER_BYTES + payload_bytes) // PAGE_BYTES) * PAGE_BYTES
+        self._mapping = mmap.mmap(-1, num_buffers * self.stride)
+        # The exported pointer also keeps the mapping from being closed while this object lives.
+        self._pointer = (ctypes.c_char * len(self._mapping)).from_buffer(self._mapping)
+        self.base_address = ctypes.addressof(self._pointer)
+
+    @property
+    def region(self) -> Region:
+        return Region(self.base_address, self.num_buffers * self.stride)
+
+    def address(self, index: int) -> int:
+        """Where the buffer's header starts."""
+        assert 0 <= index < self.num_buffers
+        return self.base_address + index * self.stride
+
+    def payload_address(self, index: int) -> int:
+        return self.address(index) + HEADER_BYTES
+
+    def read(self, index: int, offset: int, num_bytes: int) -> bytes:
+        """A copy of bytes of one buffer, the header included in `offset`."""
+        assert 0 <= offset <= self.stride - num_bytes
+        start = index * self.stride + offset
+        return self._mapping[start : start + num_bytes]
+
+    def write(self, index: int, offset: int, data: bytes) -> None:
+        assert 0 <= offset <= self.stride - len(data)
+        start = index * self.stride + offset
+        self._mapping[start : start + len(data)] = data
+
+
+# ---- send buffers ----
+
+
+class SendPhase(Enum):
+    FREE = "free"
+    FILLING = "filling"
+    ANNOUNCED = "announced"
+    DRAINING = "draining"
+    """The subscription is over, its gather is not: the copy still writes here."""
+
+
+class SendEvent(Enum):
+    GATHER = "gather"
+    GATHERED = "gathered"
+    READ = "read"
+    """The reader's note, or its `Release`."""
+    OVER = "over"
+    """The subscription has ended: nobody is asked."""
+
+
+SEND_NEXT: dict[SendPhase, dict[SendEvent, SendPhase]] = {
+    SendPhase.FREE: {SendEvent.GATHER: SendPhase.FILLING},
+    SendPhase.FILLING: {SendEvent.GATHERED: SendPhase.ANNOUNCED, SendEvent.OVER: SendPhase.DRAINING},
+    SendPhase.ANNOUNCED: {SendEvent.READ: SendPhase.FREE, SendEvent.OVER: SendPhase.FREE},
+    SendPhase.DRAINING: {SendEvent.GATHERED: SendPhase.FREE, SendEvent.OVER: SendPhase.DRAINING},
+}
+
+
+@dataclass
+class SendBuffer:
+    """One send buffer. `generation` counts its fillings, so that each is freed once and recognised for ever."""
+
+    index: int
+    phase: SendPhase = SendPhase.FREE
+    generation: int = 0
+    owner: TransferId | None = None
+    link_id: int | None = None
+
+
+class SendBuffers:
+    """The holder's buffers, shared out by taker (link)."""
+
+    def __init__(self, num_buffers: int, max_per_link: int) -> None:
+        self.buffers = [SendBuffer(index) for index in range(num_buffers)]
+        self._max_per_link = max_per_link
+        self._free = deque(range(num_buffers))
+        self._by_link: Counter[int] = Counter()
+
+    def may_fill(self, link_id: int) -> bool:
+        """A buffer is free and this taker is below its share."""
+        return bool(self._free) and self._by_link[link_id] < self._max_per_link
+
+    def fill(self, owner: TransferId, link_id: int) -> SendBuffer:
+        """Start a new generation of a free buffer."""
+        assert self.may_fill(link_id)
+        buffer = self.buffers[self._free.popleft()]
+        buffer.phase = SEND_NEXT[buffer.phase][SendEvent.GATHER]
+        # Wraps where the wire's field does; 0 stays "never filled".
+        buffer.generation = buffer.generation % 0xFFFFFFFF + 1
+        buffer.owner, buffer.link_id = owner, link_id
+        self._by_link[link_id] += 1
+        return buffer
+
+    def gathered(self, index: int, generation: int) -> SendBuffer:
+        """The gather has ended: ANNOUNCED, or FREE if its subscription has ended meanwhile."""
+        buffer = self.buffers[index]
+        assert buffer.generation == generation
+        self._move(buffer, SendEvent.GATHERED)
+        return buffer
+
+    def read(self, owner: TransferId, index: int, generation: int) -> bool:
+        """A note or a `Release`; False, and no change, unless it is of this very filling."""
+        if not 0 <= index < len(self.buffers):
+            return False
+        buffer = self.buffers[index]
+        if buffer.phase is not SendPhase.ANNOUNCED or buffer.generation != generation or buffer.owner != owner:
+            return False
+        self._move(buffer, SendEvent.READ)
+        return True
+
+    def over(self, index: int) -> None:
+        """The buffer's subscription has ended."""
+        self._move(self.buffers[index], SendEvent.OVER)
+
+    def _move(self, buffer: SendBuffer, event: SendEvent) -> None:
+        buffer.phase = SEND_NEXT[buffer.phase][event]
+        if buffer.phase is SendPhase.FREE:
+            assert buffer.link_id is not None
+            self._by_link[buffer.link_id] -= 1
+            if not self._by_link[buffer.link_id]:
+                del self._by_link[buffer.link_id]
+            buffer.owner = buffer.link_id = None
+            self._free.append(buffer.index)
+
+    def counts(self) -> Mapping[str, int]:
+        return _counts(SendPhase, [buffer.phase for buffer in self.buffers])
+
+    def audit(self) -> list[str]:
+        """Free list and share counters against the buffers themselves; [] is clean."""
+        free = {buffer.index for buffer in self.buffers if buffer.phase is SendPhase.FREE}
+        wrong = []
+        if len(self._free) != len(set(self._free)) or set(self._free) != free:
+            wrong.append(f"send: free list {sorted(self._free)} but free buffers {sorted(free)}")
+        links = Counter(buffer.link_id for buffer in self.buffers if buffer.link_id is not None)
+        if links != self._by_link:
+            wrong.append(f"send: buffers by link {dict(links)} but counted {dict(self._by_link)}")
+        wrong += [
+            f"send: buffer {buffer.index} is {buffer.phase.value} with owner {buffer.owner!r}"
+            for buffer in self.buffers
+            if (buffer.phase is SendPhase.FREE) != (buffer.owner is None)
+        ]
+        return wrong
+
+
+# ---- landing buffers ----
+
+
+class LandingPhase(Enum):
+    FREE = "free"
+    READING = "reading"
+    LANDED = "landed"
+    HELD = "held"
+    """Overdue, or its transfer has ended: bytes may still land. Never scattered."""
+
+
+class LandingEvent(Enum):
+    POSTED = "posted"
+    DONE = "done"
+    LOST = "lost"
+    GIVEN_UP = "given_up"
+    SETTLED = "settled"
+    """The scatter has ended, or the landed bytes were refused without one."""
+
+
+LANDING_NEXT: dict[LandingPhase, dict[LandingEvent, LandingPhase]] = {
+    LandingPhase.FREE: {LandingEvent.POSTED: LandingPhase.READING},
+    LandingPhase.READING: {
+        LandingEvent.DONE: LandingPhase.LANDED,
+        LandingEvent.LOST: LandingPhase.FREE,
+        LandingEvent.GIVEN_UP: LandingPhase.HELD,
+    },
+    LandingPhase.LANDED: {LandingEvent.SETTLED: LandingPhase.FREE},
+    LandingPhase.HELD: {LandingEvent.DONE: LandingPhase.FREE, LandingEvent.LOST: LandingPhase.FREE},
+}
+
+
+@dataclass
+class LandingBuffer:
+    """One landing buffer."""
+
+    index: int
+    phase: LandingPhase = LandingPhase.FREE
+    owner: TransferId | None = None
+    """None while in use: a probe of the link."""
+    link_id: int | None = None
+    agent: str | None = None
+    held_since_s: float | None = field(default=None, compare=False)
+
+
+class LandingBuffers:
+    """The taker's buffers, shared out by peer. The share counts HELD ones, so one sick peer cannot take them all."""
+
+    def __init__(self, num_buffers: int, max_per_agent: int) -> None:
+        self.buffers = [LandingBuffer(index) for index in range(num_buffers)]
+        self._max_per_agent = max_per_agent
+        self._free = deque(range(num_buffers))
+        self._by_agent: Counter[str] = Counter()
+
+    def may_post(self, agent: str) -> bool:
+        return bool(self._free) and self._by_agent[agent] < self._max_per_agent
+
+    def post(self, owner: TransferId | None, link_id: int, agent: str) -> LandingBuffer:
+        """Take a free buffer for a READ of this peer."""
+        assert self.may_post(agent)
+        buffer = self.buffers[self._free.popleft()]
+        buffer.phase = LANDING_NEXT[buffer.phase][LandingEvent.POSTED]
+        buffer.owner, buffer.link_id, buffer.agent = owner, link_id, agent
+        self._by_agent[agent] += 1
+        return buffer
+
+    def done(self, index: int) -> LandingPhase:
+        """The READ has ended well: LANDED, or FREE if it was given up before."""
+        return self._move(index, LandingEvent.DONE)
+
+    def lost(self, index: int) -> LandingPhase:
+        """The READ has failed: nothing more lands."""
+        return self._move(index, LandingEvent.LOST)
+
+    def give_up(self, index: int, now_s: float) -> LandingPhase:
+        """Nobody waits for this READ any more, but it still runs."""
+        self.buffers[index].held_since_s = now_s
+        return self._move(index, LandingEvent.GIVEN_UP)
+
+    def settle(self, index: int) -> LandingPhase:
+        """The landed bytes were stored or refused."""
+        return self._move(index, LandingEvent.SETTLED)
+
+    def open_reads(self, agent: str) -> int:
+        """READs of this peer whose bytes may still land: its agent must stay."""
+        open_phases = (LandingPhase.READING, LandingPhase.HELD)
+        return sum(buffer.agent == agent and buffer.phase in open_phases for buffer in self.buffers)
+
+    @property
+    def num_held(self) -> int:
+        return sum(buffer.phase is LandingPhase.HELD for buffer in self.buffers)
+
+    def oldest_held_s(self, now_s: float) -> float:
+        """Age of the oldest HELD buffer; 0 without one."""
+        since = [buffer.held_since_s for buffer in self.buffers if buffer.held_since_s is not None]
+        return now_s - min(since) if since else 0.0
+
+    def _move(self, index: int, event: LandingEvent) -> LandingPhase:
+        buffer = self.buffers[index]
+        buffer.phase = LANDING_NEXT[buffer.phase][event]
+        if buffer.phase is LandingPhase.FREE:
+            assert buffer.agent is not None
+            self._by_agent[buffer.agent] -= 1
+            if not self._by_agent[buffer.agent]:
+                del self._by_agent[buffer.agent]
+            buffer.owner = buffer.link_id = buffer.agent = buffer.held_since_s = None
+            self._free.append(index)
+        return buffer.phase
+
+    def counts(self) -> Mapping[str, int]:
+        return _counts(LandingPhase, [buffer.phase for buffer in self.buffers])
+
+    def audit(self) -> list[str]:
+        """Free list and share counters against the buffers themselves; [] is clean."""
+        free = {buffer.index for buffer in self.buffers if buffer.phase is LandingPhase.FREE}
+        wrong = []
+        if len(self._free) != len(set(self._free)) or set(self._free) != free:
+            wrong.append(f"landing: free list {sorted(self._free)} but free buffers {sorted(free)}")
+        agents = Counter(buffer.agent for buffer in self.buffers if buffer.agent is not None)
+        if agents != self._by_agent:
+            wrong.append(f"landing: buffers by agent {dict(agents)} but counted {dict(self._by_agent)}")
+        wrong += [
+            f"landing: buffer {buffer.index} is {buffer.phase.value} with agent {buffer.agent!r}"
+            for buffer in self.buffers
+            if (buffer.phase is LandingPhase.FREE) != (buffer.agent is None)
+            or (buffer.phase is LandingPhase.HELD) != (buffer.held_since_s is not None)
+        ]
+        return wrong
+
+
+def _counts(phases: type[SendPhase] | type[LandingPhase], seen: list[SendPhase] | list[LandingPhase]) -> dict[str, int]:
+    counted = Counter(phase.value for phase in seen)
+    return {phase.value: counted[phase.value] for phase in phases}
