@@ -26,8 +26,13 @@ def generate_stubs() -> None:
     )
     status = protoc.main(
         [
-            "protoc", f"-Iheadrace/proto={PACKAGE}/proto", f"-I{standard}",
-            f"--python_out={out}", f"--grpc_python_out={out}", f"--pyi_out={out}", *sources,
+            "protoc",
+            f"-Iheadrace/proto={PACKAGE}/proto",
+            f"-I{standard}",
+            f"--python_out={out}",
+            f"--grpc_python_out={out}",
+            f"--pyi_out={out}",
+            *sources,
         ]
     )
     if status != 0:

@@ -11,8 +11,8 @@ Links. The shell owns the gRPC streams, the thread owns what they mean:
 
 - Taking: post `PeerFound(worker id, address, incarnation)` when a holder becomes known, at the latest before
   `OpenPull`. The thread delivers `Dial(link_id, peer, address)`, now and after each loss, with back-off. The shell
-  opens `KvPeer.Link` there and posts `LinkOpened(link_id, OUT)` as soon as the call stands, or `LinkClosed(link_id, why)`.
-  `Hello` comes from the thread through `send`.
+  opens `KvPeer.Link` there and posts `LinkOpened(link_id, OUT)` as soon as the call stands, or `LinkClosed(link_id,
+  why)`. `Hello` comes from the thread through `send`.
 - Holding: for a stream that a peer opened, draw `link_id = thread.new_link_id()`, post `LinkOpened(link_id, IN)`.
 - Both: each incoming proto message goes through `proto/peer_convert.py` and in as `LinkMessage(link_id, message)`;
   `PeerFault` from the conversion: close the stream. When a stream ends for whatever reason post
