@@ -1,0 +1,1 @@
+"""The edge: HTTP and gRPC, chat format, tokenizer, placement, retries, migration. No torch, no tensors, no pages."""
