@@ -70,6 +70,8 @@ class _Sequence:
     tokens: list[int]
     history: History
     phase: Phase = Phase.QUEUED
+    start_heard: bool = False
+    """PREFILL: `Start` may come before the credits."""
     computed: int = 0
     started: bool = False
     started_s: float = 0.0
@@ -182,8 +184,10 @@ class Engine:
                 self._submit(request)
             case Start(key):
                 sequence = self._sequences.get(key)
-                if sequence is not None and sequence.phase is Phase.READY:
-                    sequence.phase = Phase.RUNNING
+                if sequence is not None:
+                    sequence.start_heard = True
+                    if sequence.phase is Phase.READY:
+                        sequence.phase = Phase.RUNNING
             case Admit(key, first_token, _):
                 sequence = self._sequences.get(key)
                 if sequence is not None and sequence.phase is Phase.LANDING:
@@ -236,7 +240,7 @@ class Engine:
             self._queue.popleft()
             sequence.pages = pages
             sequence.phase = {
-                LegKind.PREFILL: Phase.READY,
+                LegKind.PREFILL: Phase.RUNNING if sequence.start_heard else Phase.READY,
                 LegKind.GENERATE: Phase.LANDING,
                 LegKind.LOCAL: Phase.RUNNING,
             }[request.kind]

@@ -1,0 +1,129 @@
+"""From a checkpoint and settings to an engine and what the other rooms must know of its cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..config.resolve import size_pools
+from ..config.tree import Config
+from ..core.clock import Clock
+from ..core.errors import ConfigError
+from ..core.pools import PoolKind
+from ..kernels import cpu
+from ..kvcache.allocator import CacheManager
+from ..kvcache.fingerprint import document, fingerprint, golden_digests, table_digest
+from ..kvcache.layout import CacheLayout, CacheShape, Stream
+from ..kvcache.pools import CachePools
+from ..kvcache.segments import CacheGeometry, CacheMover
+from ..model.batch import LayerViews
+from ..model.checkpoint import load_weights
+from ..model.config import ModelConfig
+from ..model.transformer import Transformer, rotary_table
+from .api import EventSink
+from .core import Engine
+
+
+def layer_views(layout: CacheLayout, pools: CachePools) -> list[LayerViews]:
+    """Every main layer's streams, out of the one offset table."""
+    views = []
+    for layer, ratio in enumerate(layout.shape.ratios):
+        window = pools.entries(Stream.WINDOW, layer)
+        if ratio == 4:
+            views.append(
+                LayerViews(
+                    window,
+                    pools.entries(Stream.C4A, layer),
+                    pools.ring(Stream.C4A_STATE, layer),
+                    pools.entries(Stream.INDEX, layer),
+                    pools.ring(Stream.INDEX_STATE, layer),
+                )
+            )
+        elif ratio == 128:
+            views.append(LayerViews(window, pools.entries(Stream.C128A, layer), pools.ring(Stream.C128A_STATE, layer)))
+        else:
+            views.append(LayerViews(window))
+    return views
+
+
+@dataclass(frozen=True)
+class Built:
+    """One engine, not started, and the faces of its cache."""
+
+    engine: Engine
+    config: ModelConfig
+    layout: CacheLayout
+    pools: CachePools
+    geometry: CacheGeometry
+    mover: CacheMover
+    document: str
+    """Canonical layout document; equal documents may exchange pages."""
+    fingerprint: bytes
+    max_model_len: int
+    max_prompt_tokens: int
+    """What empty pools hold."""
+
+
+def weight_digest(path: Path) -> str:
+    """Names and sizes of the weight files and the bytes of config.json: enough to tell checkpoints apart at start."""
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(file.name.encode() + os.fstat(stream.fileno()).st_size.to_bytes(8, "little"))
+            digest.update(stream.read(1 << 20))
+    return digest.hexdigest()
+
+
+def build_engine(
+    config: Config,
+    clock: Clock,
+    sink: EventSink,
+    on_fatal: Callable[[BaseException], None],
+    progress: Callable[[int, int], None] | None = None,
+) -> Built:
+    """Load the checkpoint of a resolved config and size its pools.
+
+    Raises:
+        ConfigError: the device has no engine yet, or memory does not hold the pools.
+        CheckpointError: a tensor is missing, too many, or of another shape.
+    """
+    if config.model.device == "cuda":
+        raise ConfigError("model.device cuda: this version computes on the CPU; use cpu")
+    path = Path(config.model.path)
+    model_config = ModelConfig.load(path)
+    max_model_len = config.model.max_model_len or model_config.max_position
+    bf16 = config.model.dtype != "fp32"
+    if config.engine.num_threads:
+        torch.set_num_threads(config.engine.num_threads)
+    layout = CacheLayout(CacheShape(model_config.ratios), config.model.kv_dtype)
+    cache = size_pools(
+        config.cache,
+        {kind: pool.page_bytes for kind, pool in layout.pools.items()},
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+    num_pages = {
+        PoolKind.HISTORY: cache.history_pages,
+        PoolKind.WINDOW: cache.window_pages,
+        PoolKind.STATE: cache.state_rows,
+        PoolKind.SNAPSHOT: cache.snapshot_rows,
+    }
+    pools = CachePools(layout, num_pages, poison=cache.poison_free_pages)
+    manager = CacheManager(num_pages, pools.poison_pages if cache.poison_free_pages else None)
+    weights = load_weights(path, model_config, progress)
+    model = Transformer(model_config, weights, bf16=bf16, max_positions=max_model_len)
+    engine = Engine(model, layer_views(layout, pools), manager, config.engine, clock, sink, on_fatal, max_model_len)
+    far = rotary_table(model_config.compress_rope_theta, model_config.yarn, min(max_model_len, 65536))
+    golden = golden_digests(layout, cpu.insert_entries) | {"rotary": table_digest(far)}
+    named = {"weights": weight_digest(path), "arithmetic": "bf16" if bf16 else "fp32", "kernels": "cpu-1"}
+    text = document(layout, named, golden)
+    return Built(
+        engine, model_config, layout, pools, CacheGeometry(layout), CacheMover(layout, pools), text, fingerprint(text),
+        max_model_len, min(max_model_len, manager.max_tokens()),
+    )  # fmt: skip
