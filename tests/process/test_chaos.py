@@ -62,10 +62,10 @@ async def _read(client: httpx2.AsyncClient, request: dict[str, Any], outcome: Ou
                     outcome.text = line
 
 
-async def watch_ready(cluster: Cluster, seen: list[tuple[float, bool, set[str]]]) -> None:
-    """What /ready says, beside which processes live, ten times a second."""
+async def watch_ready(cluster: Cluster, seen: list[tuple[float, bool, set[str]]], storm_over: asyncio.Event) -> None:
+    """What /ready says, beside which processes live, ten times a second, until it is over and all is ready again."""
     async with httpx2.AsyncClient(base_url=cluster.url, trust_env=False, timeout=5.0) as client:
-        while True:
+        while not (storm_over.is_set() and seen and seen[-1][1]):
             living = await asyncio.to_thread(lambda: set(cluster.children()))
             answer = await client.get("/ready")
             seen.append((time.monotonic(), answer.status_code == 200, living))
@@ -87,7 +87,8 @@ async def storm(cluster: Cluster, rng: random.Random) -> tuple[list[Outcome], li
     ]
     leavers = set(rng.sample(range(NUM_REQUESTS), NUM_LEAVERS))
     seen: list[tuple[float, bool, set[str]]] = []
-    watcher = asyncio.create_task(watch_ready(cluster, seen))
+    storm_over = asyncio.Event()
+    watcher = asyncio.create_task(watch_ready(cluster, seen, storm_over))
     limits = httpx2.Limits(max_connections=NUM_REQUESTS, max_keepalive_connections=NUM_REQUESTS)
     async with httpx2.AsyncClient(base_url=cluster.url, trust_env=False, timeout=240.0, limits=limits) as client:
         asked = [
@@ -98,10 +99,8 @@ async def storm(cluster: Cluster, rng: random.Random) -> tuple[list[Outcome], li
             await asyncio.sleep(rng.uniform(0.5, 2.0))
             await asyncio.to_thread(cluster.kill, victim)
         outcomes = await asyncio.gather(*asked)
-    while not seen[-1][1]:
-        await asyncio.sleep(0.1)
-    watcher.cancel()
-    await asyncio.gather(watcher, return_exceptions=True)
+    storm_over.set()
+    await watcher
     return outcomes, seen
 
 

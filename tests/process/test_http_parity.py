@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from oracle import oracle
-from oracle.builder import write_released, write_transformers
+from oracle.builder import random_weights, write_released, write_transformers
 from oracle.variants import BY_NAME
 from process.cluster import Cluster
 
@@ -21,7 +21,9 @@ CUTS = (1, 4, 5, 128, 129, 255, 256, 257, 300)
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, demo_checkpoint: Path, dialect: str):
     """Every prompt's leading tokens that no near tie puts in doubt, in fp32, through the completions endpoint."""
     variant = BY_NAME["every_kind"]
-    released = write_released(tmp_path / "released", variant)
+    for name in ("released", "transformers"):
+        (tmp_path / name).mkdir()
+    released = write_released(tmp_path / "released", variant, random_weights(variant))
     record = oracle.record(variant, max(CUTS), CUTS, lambda: released)
     model = released if dialect == "released" else write_transformers(tmp_path / "transformers", released)
     for name in ("tokenizer.json", "tokenizer_config.json"):
