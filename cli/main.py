@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigError, HeadraceError
+from .layout import add_arguments as add_layout_arguments
+from .layout import run as print_layout
 
 if TYPE_CHECKING:
     from ..config.tree import Config
@@ -104,11 +106,8 @@ def make_parser() -> argparse.ArgumentParser:
         _add_settings(worker)
         _add_parent(worker)
 
-    layout = add("layout", _layout, "print the cache layout: bytes a token, a page and a request, by layer and pool")
-    layout.add_argument("model", metavar="MODEL_OR_CONFIG", help="directory with config.json, or such a file")
-    layout.add_argument("--tokens", type=int, metavar="N", help="also sizes for a sequence of N tokens")
-    layout.add_argument("--kv-dtype", choices=("fp32", "bf16", "fp8"), default="fp8", help="default fp8")
-    layout.add_argument("--json", action="store_true", help="the same as JSON")
+    layout = add("layout", print_layout, "print what the cache of a model costs, by layer class and precision")
+    add_layout_arguments(layout)
 
     demo = add("demo", _demo, "build the demo checkpoint, serve it, ask it something and show what happened")
     demo.add_argument("--once", action="store_true", help="exit after the answer instead of serving on")
@@ -198,24 +197,21 @@ def _router(arguments: argparse.Namespace) -> int:
     start_logging(config.log_level)
     from ..router.main import run
 
-    run(config)
-    return 0
+    return run(config)
 
 
 def _prefill(arguments: argparse.Namespace) -> int:
     config = _worker_settings(arguments, "prefill")
     from ..prefill.main import run
 
-    run(config)
-    return 0
+    return run(config)
 
 
 def _decode(arguments: argparse.Namespace) -> int:
     config = _worker_settings(arguments, "decode")
     from ..decode.main import run
 
-    run(config)
-    return 0
+    return run(config)
 
 
 def _worker_settings(arguments: argparse.Namespace, role: str) -> Config:
@@ -236,12 +232,6 @@ def _begin(arguments: argparse.Namespace) -> None:
         from .parent import die_with
 
         die_with(arguments.die_with)
-
-
-def _layout(arguments: argparse.Namespace) -> int:
-    from .layout import run
-
-    return run(arguments)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

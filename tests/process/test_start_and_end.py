@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -112,3 +114,16 @@ def test_dead_child_is_replaced_on_its_ports(demo_checkpoint: Path, victim: str)
         if incarnation is not None:
             assert cluster.state(victim)["incarnation"] != incarnation
         assert cluster.complete(model=model, prompt="The water", max_tokens=8)["usage"]["completion_tokens"] >= 1
+
+
+def test_demo_once_answers_and_ends():
+    """`make demo ONCE=1`: an answer, what happened, status 0, and nobody left."""
+    begin_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "headrace", "demo", "--once", "--port", "0"],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120.0, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - begin_s < 60.0
+    for word in ("TTFT", "ITL", "tokens", "pages", "shipped", "nixl"):
+        assert word in done.stdout
