@@ -7,7 +7,7 @@ always at least the credits. Knows counts, page ids and logical positions; no by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -86,33 +86,46 @@ class PagePool:
     def take(self, num: int, state: PageState) -> list[int]:
         """Turn `num` promised pages into owned ones."""
         self.forgo(num)
-        pages = [self._free.pop() for _ in range(num)]
-        for page in pages:
-            self._move(page, state)
+        pages = self._free[len(self._free) - num :]
+        pages.reverse()
+        del self._free[len(self._free) - num :]
+        self._move(pages, PageState.FREE, state)
         return pages
 
-    def activate(self, pages: Iterable[int]) -> None:
+    def activate(self, pages: Sequence[int]) -> None:
         """LANDING pages have arrived whole."""
-        for page in pages:
-            assert self._states[page] == PageState.LANDING
-            self._move(page, PageState.ACTIVE)
+        self._move(pages, PageState.LANDING, PageState.ACTIVE)
 
-    def free(self, pages: Iterable[int]) -> None:
-        """Owned pages go back."""
-        for page in pages:
-            self._move(page, PageState.FREE)
-            self._free.append(page)
+    def free(self, pages: Sequence[int], state: PageState) -> None:
+        """Pages owned in `state` go back."""
+        self._move(pages, state, PageState.FREE)
+        self._free += pages
 
-    def _move(self, page: int, state: PageState) -> None:
-        old = PageState(self._states[page])
-        assert state in NEXT_STATES[old], f"{self.kind.value} page {page}: {old.name} to {state.name}"
-        self._states[page] = state
-        self._counts[old] -= 1
-        self._counts[state] += 1
+    def _move(self, pages: Sequence[int], old: PageState, new: PageState) -> None:
+        assert new in NEXT_STATES[old]
+        states = self._states
+        for page in pages:
+            assert states[page] == old, f"{self.kind.value} page {page} is {PageState(states[page]).name}"
+            states[page] = new
+        self._counts[old] -= len(pages)
+        self._counts[new] += len(pages)
+
+    def check(self, num_owned: int, reserved: int) -> list[str]:
+        """Compare the counts with what the owners say; takes no time that grows with the pool."""
+        name, (free, active, landing), wrong = self.kind.value, self._counts, []
+        if free != len(self._free) or active + landing != num_owned or free + active + landing != self.num_pages:
+            wrong.append(
+                f"{name}: {free} free, {active} active and {landing} landing of {self.num_pages}, {num_owned} owned"
+            )
+        if reserved != self._reserved:
+            wrong.append(f"{name}: sequences hold {reserved} credits, the pool promised {self._reserved}")
+        if self._reserved > len(self._free):
+            wrong.append(f"{name}: {self._reserved} promised of {len(self._free)} free")
+        return wrong
 
     def audit(self, owned: Sequence[int], reserved: int) -> list[str]:
-        """Compare the books with what the owners say they have; each mismatch in words."""
-        name, wrong = self.kind.value, []
+        """`check`, and every page by itself."""
+        name, wrong = self.kind.value, self.check(len(owned), reserved)
         if len(set(owned)) != len(owned):
             wrong.append(f"{name}: a page has two owners")
         if sorted([*owned, *self._free]) != list(range(self.num_pages)):
@@ -123,10 +136,6 @@ class PagePool:
             wrong.append(f"{name}: an owned page is free")
         if [self._states.count(state) for state in PageState] != self._counts:
             wrong.append(f"{name}: counts by state {self._counts} are not the pages' states")
-        if reserved != self._reserved:
-            wrong.append(f"{name}: sequences hold {reserved} credits, the pool promised {self._reserved}")
-        if self._reserved > len(self._free):
-            wrong.append(f"{name}: {self._reserved} promised of {len(self._free)} free")
         return wrong
 
 
@@ -147,6 +156,11 @@ class _Sequence:
     """By position // 64, ascending."""
     state_row: int = -1
     snapshot: SequencePages | None = None
+
+    @property
+    def state(self) -> PageState:
+        """Of all its pages."""
+        return PageState.LANDING if self.landing else PageState.ACTIVE
 
     def owned(self, kind: PoolKind) -> list[int]:
         match kind:
@@ -285,7 +299,7 @@ class CacheManager:
         sequence.window_floor = floor
         gone = [number for number in sequence.window if number < floor]
         if gone:
-            self._give(PoolKind.WINDOW, [sequence.window.pop(number) for number in gone])
+            self._give(PoolKind.WINDOW, [sequence.window.pop(number) for number in gone], sequence.state)
             sequence.snapshot = None
             self._settle_window(sequence)
 
@@ -307,7 +321,7 @@ class CacheManager:
         assert key in self._sequences, f"sequence {key} is not here, or was released before"
         sequence = self._sequences.pop(key)
         for kind, pool in self._pools.items():
-            self._give(kind, sequence.owned(kind))
+            self._give(kind, sequence.owned(kind), sequence.state)
             pool.forgo(sequence.credits.get(kind, 0))
 
     # ---- questions ----
@@ -321,16 +335,28 @@ class CacheManager:
     def counts(self) -> dict[PoolKind, PoolCounts]:
         return {kind: pool.counts() for kind, pool in self._pools.items()}
 
+    def check(self) -> list[str]:
+        """`audit` of the counts alone, for after each step: its time grows with the sequences, not with the pools."""
+        sequences = self._sequences.values()
+        return [
+            line
+            for kind, pool in self._pools.items()
+            for line in pool.check(
+                sum(len(sequence.owned(kind)) for sequence in sequences),
+                sum(sequence.credits.get(kind, 0) for sequence in sequences),
+            )
+        ]
+
     def audit(self) -> list[str]:
-        """What does not add up, in words; empty when all is well."""
+        """What does not add up, page by page, in words; empty when all is well. Takes milliseconds for large pools."""
         wrong: list[str] = []
         sequences = self._sequences.values()
         for kind, pool in self._pools.items():
             owned = [page for sequence in sequences for page in sequence.owned(kind)]
             wrong += pool.audit(owned, sum(sequence.credits.get(kind, 0) for sequence in sequences))
         for key, sequence in self._sequences.items():
-            state = PageState.LANDING if sequence.landing else PageState.ACTIVE
             for kind, pool in self._pools.items():
+                state = sequence.state
                 if any(pool.state(page) is not state for page in sequence.owned(kind)):
                     wrong.append(f"{kind.value}: sequence {key} has a page that is not {state.name}")
         return wrong
@@ -361,9 +387,9 @@ class CacheManager:
             sequence.credits[PoolKind.STATE] -= 1
         sequence.snapshot = None
 
-    def _give(self, kind: PoolKind, pages: list[int]) -> None:
+    def _give(self, kind: PoolKind, pages: list[int], state: PageState) -> None:
         if pages:
-            self._pools[kind].free(pages)
+            self._pools[kind].free(pages, state)
             if self._on_free is not None:
                 self._on_free(kind, pages)
 

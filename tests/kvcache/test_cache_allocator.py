@@ -214,8 +214,10 @@ def test_audit_names_what_does_not_add_up():
     assert manager.audit() == []
     first.credits[HISTORY] -= 1
     assert any("credits" in line for line in manager.audit())
+    assert any("credits" in line for line in manager.check())
     first.credits[HISTORY] += 1
     lost = first.history.pop()
+    assert any("owned" in line for line in manager.check())
     assert any("owned" in line for line in manager.audit())
     first.history.append(lost)
     manager._pools[HISTORY]._states[lost] = PageState.LANDING
@@ -329,6 +331,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def books_add_up(self):
         assert self.manager.audit() == []
+        assert self.manager.check() == []
         for counts in self.manager.counts().values():
             assert counts.free + counts.active + counts.landing == counts.total
             assert 0 <= counts.reserved <= counts.free

@@ -152,7 +152,7 @@ def test_small_things_share_a_segment_and_large_ones_are_cut_by_layers():
     assert [ranges[0].first for ranges in cut] == [5, 5, 6, 6]
     assert [(ranges[0].layer_first, ranges[0].layer_count) for ranges in cut[:2]] == [(2, 26), (28, 15)]
     assert len(geometry.tail_segments(131_072, 8 << 20)) == 1
-    assert len(geometry.tail_segments(131_072 + 127, 8 << 20)) == 3
+    assert len(geometry.tail_segments(131_072 + 127, 8 << 20)) == 2
     assert geometry.history_segments(3, 0, 8 << 20) == []
 
 
