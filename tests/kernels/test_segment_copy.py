@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import subprocess
+import threading
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from headrace.core.segments import RangeKind, SegmentRange
-from headrace.kernels import segment_copy
+from headrace.kernels import build, segment_copy
 from headrace.kernels.cuda.page_move import digest_reference as gpu_digest
 
 
@@ -98,3 +104,49 @@ def test_runs_that_would_split_a_word_are_a_bug():
     memory, payload = bytes_of(5, 64), np.zeros(64, dtype=np.uint8)
     with pytest.raises(AssertionError):
         segment_copy.gather(*runs_of(memory, [0, 16], [12, 8]), payload.ctypes.data)
+
+
+def test_the_digest_is_of_the_bytes_stored_while_somebody_writes_to_the_source():
+    """A READ that lands late mixes old and new bytes; what was stored is what was digested, whatever that is."""
+    payload, target = bytes_of(6, 1 << 20), np.zeros(1 << 20, dtype=np.uint8)
+    runs = runs_of(target, [0], [1 << 20])
+    stop = threading.Event()
+
+    def disturb() -> None:
+        rng = np.random.default_rng(7)
+        while not stop.is_set():
+            payload[:] ^= rng.integers(0, 256, dtype=np.uint8)
+
+    writer = threading.Thread(target=disturb)
+    writer.start()
+    try:
+        for _ in range(50):
+            digest = segment_copy.scatter(payload.ctypes.data, *runs)
+            assert digest == segment_copy.digest_reference(target.tobytes())
+    finally:
+        stop.set()
+        writer.join()
+
+
+@pytest.mark.parametrize("march", ["x86-64", "haswell", "x86-64-v4"])
+def test_every_vector_width_copies_and_digests_alike(march, tmp_path):
+    """Two, four and eight words at a time; skipped where the compiler or the processor lacks the width."""
+    if platform.machine() != "x86_64":
+        pytest.skip("widths of another processor")
+    needed = {"x86-64": set(), "haswell": {"avx2"}, "x86-64-v4": {"avx512dq", "avx512vl"}}[march]
+    if not needed <= set(Path("/proc/cpuinfo").read_text().split()):
+        pytest.skip(f"no {march} here")
+    flags = [flag for flag in build.FLAGS if not flag.startswith("-march")]
+    source, library = build.SOURCES / "segment_copy.c", tmp_path / "copy.so"
+    subprocess.run([*build.compiler(), *flags, f"-march={march}", "-o", library, source], check=True, timeout=60)
+    gather = ctypes.CDLL(str(library)).hr_gather
+    gather.argtypes, gather.restype = (
+        (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+        ctypes.c_uint64,
+    )
+    memory, payload = bytes_of(8, 5000), np.zeros(5000, dtype=np.uint8)
+    for lengths in ([4099], [64, 8, 1032, 77], [8, 8, 8, 3]):
+        addresses, sizes = runs_of(memory, list(np.cumsum([1, *lengths[:-1]])), lengths)
+        digest = gather(addresses.ctypes.data, sizes.ctypes.data, len(sizes), payload.ctypes.data)
+        assert payload[: sum(lengths)].tobytes() == memory[1 : 1 + sum(lengths)].tobytes()
+        assert digest == segment_copy.digest_reference(payload[: sum(lengths)].tobytes())
