@@ -186,7 +186,8 @@ class GenerateLeg:
             case engine.TokenSampled(_, index, token, logprobs):
                 return [Say(SaidToken(index, token, logprobs))]
             case engine.SequenceFinished():
-                return [Say(Finished(event.reason, event.stop_token_id, event.prefill_s, event.computed_tokens))]
+                # Nothing of the prompt was computed here.
+                return [Say(Finished(event.reason, event.stop_token_id))]
             case engine.Refused(_, error):
                 return [Say(Failed(error))]
             case engine.SequenceFailed(_, error):

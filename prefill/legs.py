@@ -1,6 +1,7 @@
 """PREFILL legs: compute the prompt once a taker wants it, send the first token, serve the pages, give them back.
 
-The taker's Pull and this leg's credits come in either order, and each waits for the other within bounds. Pages go
+The taker's Pull and this leg's credits come in either order. How long an offer waits for its Pull, and a Pull for its
+turn, the transfer thread bounds (`offer_wait_s`, `queue_budget_s`); the whole leg is bounded here. Pages go
 back to the engine only after the transfer thread has said that no gather reads them any more; what is said to the
 router does not wait for that. No I/O; time is passed in.
 """
@@ -16,7 +17,6 @@ from ..engine import api as engine
 from ..kvcache.sequence import SequencePages
 from ..transfer import api as transfer
 from ..worker.leg import (
-    PULL_S,
     RELEASE_S,
     Abort,
     Action,
@@ -42,8 +42,10 @@ class Phase(Enum):
     """Offered to takers; the engine has not taken credits yet."""
     READY = "ready"
     """Credits taken; no taker yet."""
+    WANTED = "wanted"
+    """A taker waits; no credits yet."""
     COMPUTING = "computing"
-    """A taker wants it: in the engine's queue or running."""
+    """Credits and taker are here: the engine was told to start."""
     SERVING = "serving"
     """Computed, first token sent; the taker reads the rest."""
     CLOSING = "closing"
@@ -77,7 +79,15 @@ P, E = Phase, Event
 NEXT: dict[Phase, dict[Event, Phase]] = {
     P.QUEUED: {
         E.RESERVED: P.READY,
-        E.WANTED: P.COMPUTING,
+        E.WANTED: P.WANTED,
+        E.REFUSED: P.CLOSING,
+        E.BROKEN: P.CLOSING,
+        E.GONE: P.ENDED,
+        E.ABORT: P.CLOSING,
+        E.DUE: P.CLOSING,
+    },
+    P.WANTED: {
+        E.RESERVED: P.COMPUTING,
         E.REFUSED: P.CLOSING,
         E.BROKEN: P.CLOSING,
         E.GONE: P.ENDED,
@@ -92,14 +102,12 @@ NEXT: dict[Phase, dict[Event, Phase]] = {
         E.DUE: P.CLOSING,
     },
     P.COMPUTING: {
-        E.RESERVED: P.COMPUTING,
         E.STARTED: P.COMPUTING,
         E.CHUNK: P.COMPUTING,
         E.SCORED: P.COMPUTING,
         E.TOKEN: P.COMPUTING,
         E.PREFILLED: P.SERVING,
         E.FINISHED: P.CLOSING,
-        E.REFUSED: P.CLOSING,
         E.BROKEN: P.CLOSING,
         E.GONE: P.ENDED,
         E.ABORT: P.CLOSING,
@@ -127,8 +135,8 @@ class PrefillLeg:
         self._transfer_id: TransferId = order.transfer_id
         self._begun_s = now_s
         self._end_s = now_s + order.timeout_s
-        self._wait_s: float | None = None
-        """Bound of the phase itself, beside the whole leg's."""
+        self._close_s: float | None = None
+        """CLOSING: when the alarm is due."""
         self._in_engine = True
         self._cached_tokens = 0
         self._first: engine.TokenSampled | None = None
@@ -136,9 +144,7 @@ class PrefillLeg:
 
     @property
     def due_s(self) -> float | None:
-        if self.phase is P.CLOSING:
-            return self._wait_s
-        return self._end_s if self._wait_s is None else min(self._end_s, self._wait_s)
+        return self._close_s if self.phase is P.CLOSING else self._end_s
 
     @property
     def ended(self) -> bool:
@@ -164,13 +170,8 @@ class PrefillLeg:
         if before is P.CLOSING:
             return self._closing(event, kind)
         match event:
-            case engine.Reserved():
-                if self.phase is P.READY:
-                    self._wait_s = now_s + PULL_S
-                return []
-            case transfer.Wanted():
-                self._wait_s = None
-                return [ToEngine(engine.Start(self._key))]
+            case engine.Reserved() | transfer.Wanted():
+                return [ToEngine(engine.Start(self._key))] if self.phase is P.COMPUTING else []
             case engine.Started(_, cached_tokens):
                 self._cached_tokens = cached_tokens
                 return [
@@ -201,7 +202,7 @@ class PrefillLeg:
                 release: list[Action] = [ToEngine(engine.Release(self._key))]
                 if outcome is transfer.Outcome.ENDED:
                     stop: list[Action] = [] if before is P.SERVING else [ToEngine(engine.AbortSequence(self._key))]
-                    return [*stop, *release, Say(Failed(TransferFailed(f"the taker was lost: {reason}")))]
+                    return [*stop, *release, Say(Failed(TransferFailed(f"not taken: {reason}")))]
                 assert self._done is not None
                 return [*release, Say(self._done)]
             case engine.Refused(_, error):
@@ -212,9 +213,7 @@ class PrefillLeg:
             case Abort(error):
                 return [ToEngine(engine.AbortSequence(self._key)), *self._close(error, now_s)]
             case Due():
-                no_pull = before is P.READY and now_s < self._end_s
-                why: HeadraceError = TransferFailed("no pull came") if no_pull else overdue(self._order)
-                return [ToEngine(engine.AbortSequence(self._key)), *self._close(why, now_s)]
+                return [ToEngine(engine.AbortSequence(self._key)), *self._close(overdue(self._order), now_s)]
             case _:
                 raise AssertionError(event)
 
@@ -234,11 +233,11 @@ class PrefillLeg:
         )
         if event.reason is None:
             return [served]
-        self._wait_s = now_s + RELEASE_S
+        self._close_s = now_s + RELEASE_S
         return [served, Say(self._done)]
 
     def _close(self, error: HeadraceError, now_s: float) -> list[Action]:
-        self._wait_s = now_s + RELEASE_S
+        self._close_s = now_s + RELEASE_S
         return [ToTransfer(transfer.Withdraw(self._transfer_id, error.reason)), Say(Failed(error))]
 
     def _closing(self, event: LegEvent, kind: Event) -> list[Action]:
@@ -247,7 +246,7 @@ class PrefillLeg:
         if kind is E.REFUSED:
             self._in_engine = False
         if isinstance(event, Due):
-            self._wait_s = None
+            self._close_s = None
             return [Alarm("the transfer thread does not let go of a prefill leg's pages")]
         return []
 

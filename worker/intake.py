@@ -77,12 +77,10 @@ class Intake:
             raise PromptTooLong(f"{len(prompt)} prompt tokens; the pools hold {self.max_prompt_tokens}", param="prompt")
         if num_output_tokens >= len(prompt):
             raise RequestError("num_output_tokens leaves no prompt", param="num_output_tokens")
-        # max_tokens counts output from index 0, and so the tokens generated earlier too.
-        total = len(prompt) - num_output_tokens + sampling.max_tokens
-        if total > self.max_model_len or len(prompt) >= self.max_model_len:
+        # max_tokens counts from here: what was generated earlier is part of the prompt.
+        total = len(prompt) + sampling.max_tokens
+        if total > self.max_model_len:
             raise PromptTooLong(f"{total} tokens of prompt and output; the model takes {self.max_model_len}")
-        if sampling.max_tokens <= num_output_tokens:
-            raise RequestError("max_tokens is spent already", param="max_tokens")
         for name, ids in (
             ("prompt", prompt),
             ("stop_token_ids", sampling.stop_token_ids),

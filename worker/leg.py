@@ -17,10 +17,8 @@ from ..core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from ..engine import api as engine
 from ..transfer import api as transfer
 
-RESERVE_S = 10.0
-"""From Submit until the engine has taken credits or refused: a step or two, whatever else runs."""
-PULL_S = 5.0
-"""PREFILL: from the moment it could run until a taker's Pull is here."""
+RESERVE_S = 25.0
+"""GENERATE: until the engine has taken credits; less than the holder's patience with the offer meanwhile."""
 RELEASE_S = 10.0
 """From the end of a leg until no gather or scatter touches its pages; beyond it the worker is broken."""
 

@@ -11,6 +11,9 @@ from enum import Enum
 
 from ..engine.api import EngineLoad
 
+ASLEEP_S = 10.0
+"""Between two looks, which are a second apart."""
+
 
 class WorkerState(Enum):
     """Routers place work on READY alone."""
@@ -86,15 +89,19 @@ class Lifecycle:
 
 
 class ProgressWatch:
-    """How long work has been present without a step's end, and since when the event loop was not seen.
+    """How long the engine has not turned, or not stepped with sequences running, or the event loop was not seen.
 
-    One thread calls `observe` (the status thread, each second); `loop_alive` is called by the event loop. Reads are of
-    single attributes and need no lock.
+    The engine makes a new snapshot at the end of each turn of its loop, with work or without: the same one for long is
+    a step that hangs. One thread calls `observe` (the status thread, each second), `loop_alive` is called by the event
+    loop. Reads are of single attributes and need no lock.
     """
 
     def __init__(self, *, wedged_after_s: float, now_s: float) -> None:
         self._wedged_after_s = wedged_after_s
-        self._busy_since_s: float | None = None
+        self._load: EngineLoad | None = None
+        self._observed_s = now_s
+        self._turned_s = now_s
+        self._stepped_s = now_s
         self._loop_seen_s = now_s
         self.stalled_s = 0.0
 
@@ -103,15 +110,17 @@ class ProgressWatch:
 
     def observe(self, load: EngineLoad | None, now_s: float) -> None:
         """Take a look: `load` is None before the engine runs."""
-        engine_s = 0.0
-        if load is None or load.running + load.waiting == 0:
-            self._busy_since_s = None
-        else:
-            # The last step may lie long before the work came: idle time is no stall.
-            self._busy_since_s = now_s if self._busy_since_s is None else self._busy_since_s
-            engine_s = now_s - max(self._busy_since_s, load.last_progress_s)
-        loop_s = now_s - self._loop_seen_s if load is not None else 0.0
-        self.stalled_s = max(engine_s, loop_s, 0.0)
+        before, self._load = self._load, load
+        asleep_s = now_s - self._observed_s
+        self._observed_s = now_s
+        if load is None or before is None or asleep_s > ASLEEP_S:
+            # Whoever does not even look was stopped as a whole: that time says nothing about the engine.
+            self._turned_s = self._stepped_s = self._loop_seen_s = now_s
+        if load is not before:
+            self._turned_s = now_s
+        if load is None or before is None or load.running == 0 or load.steps != before.steps:
+            self._stepped_s = now_s
+        self.stalled_s = max(0.0, now_s - min(self._turned_s, self._stepped_s, self._loop_seen_s))
 
     @property
     def wedged(self) -> bool:

@@ -54,6 +54,8 @@ class RouterSession:
     def __init__(self, name: str) -> None:
         self.name = name
         self.wake = asyncio.Event()
+        self.stuck = asyncio.Event()
+        """There is no use in waiting for the stream."""
         self.beat_asked = False
         self.end: SessionEnded | None = None
         self._items: dict[int, pb.LegItem] = {}
@@ -66,6 +68,7 @@ class RouterSession:
         if self._words > MAX_WORDS:
             self._items.clear()
             self.finish(SessionEnded(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router does not read"))
+            self.stuck.set()
             return
         item = self._items.get(leg)
         if item is None:
@@ -147,13 +150,22 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def Session(self, request_iterator: AsyncIterator[pb.RouterMessage], context: Any) -> None:
         session: RouterSession | None = None
-        reader: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[Any]] = []
         try:
             session = await self._greet(context)
-            reader = asyncio.create_task(self._read(session, context))
-            await self._write(session, context)
+            tasks = [
+                asyncio.create_task(self._write(session, context)),
+                asyncio.create_task(session.stuck.wait()),
+                # Says why it ends through the session: what the router shall still hear comes first.
+                asyncio.create_task(self._read(session, context)),
+            ]
+            await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+            assert session.end is not None
+            raise session.end
         except SessionEnded as end:
             logger.info("session.ended router=%s why=%s", session.name if session is not None else "", end)
+            for task in tasks:
+                task.cancel()
             if session is not None:
                 self._leave(session)
             if end.code is not grpc.StatusCode.OK:
@@ -163,8 +175,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                         await context.abort(end.code, str(end))
         finally:
             # Here too when the connection broke: gRPC cancels the handler.
-            if reader is not None:
-                reader.cancel()
+            for task in tasks:
+                task.cancel()
             if session is not None:
                 self._leave(session)
 
@@ -231,6 +243,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 raise SessionEnded(grpc.StatusCode.INVALID_ARGUMENT, f"unexpected message {kind}")
 
     async def _write(self, session: RouterSession, context: Any) -> None:
+        try:
+            await self._write_on(session, context)
+        except SessionEnded as end:
+            session.finish(end)
+
+    async def _write_on(self, session: RouterSession, context: Any) -> None:
         beat_due_s = self._clock.now_s()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -241,7 +259,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             if step is not None:
                 await _send(context, pb.WorkerMessage(step=step))
             if session.end is not None:
-                raise session.end
+                return
             if session.beat_asked or self._clock.now_s() >= beat_due_s:
                 session.beat_asked = False
                 await _send(context, pb.WorkerMessage(beat=pb.Beat(load=self._load())))
@@ -255,6 +273,9 @@ async def _read_one(context: Any, within_s: float) -> pb.RouterMessage:
             message = await context.read()
     except TimeoutError:
         raise SessionEnded(grpc.StatusCode.DEADLINE_EXCEEDED, f"silent for {within_s:g} s") from None
+    except Exception as error:
+        # The call is over, or the bytes are no message: gRPC's classes for it are private.
+        raise SessionEnded(grpc.StatusCode.INVALID_ARGUMENT, f"unreadable: {type(error).__name__}") from error
     if not isinstance(message, pb.RouterMessage):  # EOF
         raise SessionEnded(grpc.StatusCode.OK, "the router closed it")
     return message
@@ -266,3 +287,5 @@ async def _send(context: Any, message: pb.WorkerMessage) -> None:
             await context.write(message)
     except TimeoutError:
         raise SessionEnded(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router does not read") from None
+    except Exception as error:  # gRPC's own classes for a call that is over are private
+        raise SessionEnded(grpc.StatusCode.OK, f"the stream broke: {type(error).__name__}") from error

@@ -1,0 +1,12 @@
+"""The prefill worker's process."""
+
+from __future__ import annotations
+
+from ..config.tree import Config
+from ..worker.process import run as run_worker
+from .legs import LEGS
+
+
+def run(config: Config) -> int:
+    """Serve PREFILL legs until told to leave; the exit status. `config` is resolved, logging is started."""
+    return run_worker(config, LEGS)
