@@ -16,7 +16,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test unit process nightly lint format bench clean distclean
+.PHONY: help setup demo test unit process nightly lint format docs bench clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -44,6 +44,9 @@ lint: setup ## ruff and mypy
 format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: setup ## print the state tables anew
+	$(BIN)/python tools/print_states.py > .docs.tmp && mv .docs.tmp docs/states.md
 
 bench: setup ## time the kernels of this machine
 	$(BIN)/python benchmarks/kernels.py $(ARGS)
