@@ -81,6 +81,12 @@ class TransferSection:
     lease_s: float = 30.0
     beat_s: float = 2.0
     tombstone_s: float = 600.0
+    offer_wait_s: float = 30.0
+    """A prefill that nobody pulls for this long ends: longer than a taker may need for its credits."""
+    pull_wait_s: float = 5.0
+    """A pull whose prefill does not come for this long ends: both are sent together."""
+    queue_budget_s: float = 120.0
+    """A pull that the holder's queue keeps waiting for this long ends."""
     require_transport: str = ""
     """Refuse links over any other transport, for example "cuda_ipc" or "rc"."""
 

@@ -130,9 +130,9 @@ class ReadOverdue:
 
 @dataclass(frozen=True)
 class ReadFailed:
-    """Taker to links: a READ over this link has failed."""
+    """Taker to links: a READ of this agent has failed, and with it the connection."""
 
-    link_id: int
+    agent: str
 
 
 @dataclass(frozen=True)
