@@ -1,4 +1,4 @@
-"""Between peer.proto and `transfer/messages.py`. What arrives is bounded here: a message out of bounds is no message.
+"""Between peer.proto and `core/peer.py`. What arrives is bounded here: a message out of bounds is no message.
 
 `from_taker` and `from_holder` raise PeerFault; the stream that carried such a message is closed.
 """
@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ..core.ids import TransferId
-from ..core.segments import RangeKind, SegmentRange
-from ..transfer.messages import (
+from ..core.peer import (
     MAX_ALIVE,
     MAX_DOCUMENT_BYTES,
     MAX_HASHES,
@@ -38,6 +37,7 @@ from ..transfer.messages import (
     TakerMessage,
     Welcome,
 )
+from ..core.segments import RangeKind, SegmentRange
 from .internal.v1 import peer_pb2 as pb
 
 TRANSFER_ID_BYTES = 16

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from ..core.errors import HeadraceError
 from ..core.ids import Incarnation, TransferId, WorkerId
-from .messages import PeerMessage
+from ..core.peer import PeerMessage
 
 
 class LinkDirection(Enum):

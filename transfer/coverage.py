@@ -11,8 +11,8 @@ from enum import IntEnum
 
 from ..core.blocks import BLOCK_TOKENS
 from ..core.errors import LayoutError
+from ..core.peer import MAX_INDEX_RANGES, PeerFault
 from ..core.segments import RangeKind, SegmentGeometry, SegmentRange
-from .messages import MAX_INDEX_RANGES, PeerFault
 
 WINDOW_PAGE_TOKENS = 64
 MAX_LAYERS = 4096

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..core.ids import TransferId
+from ..core.peer import PeerMessage, SegmentReady
 from ..core.segments import SegmentRange
 from .api import LinkDirection, TransferEvent
-from .messages import PeerMessage, SegmentReady
 
 # ---- events ----
 

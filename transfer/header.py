@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Sequence
 
 from ..core.ids import TransferId
+from ..core.peer import SegmentReady
 from ..core.segments import SegmentRange, index_digest
-from .messages import SegmentReady
 
 HEADER_BYTES = 64
 

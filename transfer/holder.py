@@ -17,6 +17,22 @@ from ..config.tree import TransferSection
 from ..core.blocks import BLOCK_TOKENS
 from ..core.errors import LayoutError
 from ..core.ids import Incarnation, TransferId
+from ..core.peer import (
+    MAX_ALIVE,
+    MAX_INDEX_RANGES,
+    MAX_MISSING_RANGES,
+    Beat,
+    Cancel,
+    Complete,
+    Gone,
+    Missing,
+    PeerFault,
+    Pull,
+    Release,
+    SegmentReady,
+    Serving,
+    Taken,
+)
 from ..core.segments import RangeKind, SegmentGeometry, SegmentRange
 from .api import BlocksFinal, Ended, LinkDirection, Offer, Outcome, PrefillDone, TransferStats, Wanted, Withdraw
 from .buffers import SendBuffers, SendPhase
@@ -38,22 +54,6 @@ from .decisions import (
 )
 from .header import announced_header, segment_digest
 from .lease import DeadlineHeap
-from .messages import (
-    MAX_ALIVE,
-    MAX_INDEX_RANGES,
-    MAX_MISSING_RANGES,
-    Beat,
-    Cancel,
-    Complete,
-    Gone,
-    Missing,
-    PeerFault,
-    Pull,
-    Release,
-    SegmentReady,
-    Serving,
-    Taken,
-)
 
 MAX_WAITING_PULLS = 1000
 MAX_PER_LINK = 256

@@ -18,6 +18,19 @@ from typing import TypeAlias
 
 from ..config.tree import TransferSection
 from ..core.ids import Incarnation, WorkerId
+from ..core.peer import (
+    HOLDER_MESSAGES,
+    MAX_METADATA_BYTES,
+    PROTOCOL,
+    TAKER_MESSAGES,
+    Beat,
+    Hello,
+    PeerMessage,
+    Probe,
+    Refusal,
+    Welcome,
+)
+from ..core.peer import LinkUp as LinkUpMessage
 from .api import (
     CloseLink,
     Dial,
@@ -58,19 +71,6 @@ from .decisions import (
 )
 from .header import HEADER_BYTES, header_bytes
 from .lease import DeadlineHeap
-from .messages import (
-    HOLDER_MESSAGES,
-    MAX_METADATA_BYTES,
-    PROTOCOL,
-    TAKER_MESSAGES,
-    Beat,
-    Hello,
-    PeerMessage,
-    Probe,
-    Refusal,
-    Welcome,
-)
-from .messages import LinkUp as LinkUpMessage
 
 HANDSHAKE_S = 10.0
 BACKOFF_MIN_S = 0.5

@@ -16,6 +16,21 @@ from typing import TypeAlias
 from ..config.tree import TransferSection
 from ..core.errors import Cancelled, HeadraceError, LayoutError, PeerLost, StaleEpoch, TransferFailed
 from ..core.ids import TransferId
+from ..core.peer import (
+    MAX_ALIVE,
+    MAX_MISSING_RANGES,
+    Beat,
+    Cancel,
+    Complete,
+    Gone,
+    Missing,
+    PeerFault,
+    Pull,
+    Release,
+    SegmentReady,
+    Serving,
+    Taken,
+)
 from ..core.segments import SegmentGeometry
 from .api import Arrived, CancelPull, LinkDirection, NotNeeded, OpenPull, PullFailed, Quarantined, TransferStats
 from .buffers import LandingBuffers, LandingPhase
@@ -43,21 +58,6 @@ from .decisions import (
 )
 from .header import HEADER_BYTES, announced_header, pack_note, segment_digest
 from .lease import DeadlineHeap
-from .messages import (
-    MAX_ALIVE,
-    MAX_MISSING_RANGES,
-    Beat,
-    Cancel,
-    Complete,
-    Gone,
-    Missing,
-    PeerFault,
-    Pull,
-    Release,
-    SegmentReady,
-    Serving,
-    Taken,
-)
 
 LINK_WAIT_S = 10.0
 """How long a pull waits for its link to come up."""
