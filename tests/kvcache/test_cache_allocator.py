@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.core.errors import NoFreePages
 from headrace.core.pools import PoolKind
-from headrace.kvcache.allocator import CacheManager, PageState, history_pages, window_pages
+from headrace.kvcache.allocator import CacheManager, PagePool, PageState, history_pages, window_pages
 from headrace.kvcache.layout import live_window
 
 HISTORY, WINDOW, STATE = PoolKind.HISTORY, PoolKind.WINDOW, PoolKind.STATE
@@ -173,6 +173,25 @@ def test_double_release_and_double_reservation_are_bugs():
     manager.release(1)
     with pytest.raises(AssertionError):
         manager.release(1)
+
+
+def test_a_page_changes_state_only_as_the_table_says():
+    """Freed twice, freed by one who holds it otherwise, read before it has landed: each is a bug."""
+    pool = PagePool(HISTORY, 4)
+    pool.promise(2)
+    (active,) = pool.take(1, PageState.ACTIVE)
+    (landing,) = pool.take(1, PageState.LANDING)
+    for wrong in (
+        lambda: pool.free([landing], PageState.ACTIVE),
+        lambda: pool.free([active], PageState.FREE),
+        lambda: pool.free([active, active], PageState.ACTIVE),
+        lambda: pool.activate([active]),
+        lambda: pool.take(1, PageState.ACTIVE),
+        lambda: pool.promise(3),
+        lambda: pool.forgo(1),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
 
 
 def test_freed_pages_are_told_before_anyone_can_get_them():
