@@ -204,14 +204,17 @@ class GenerateLeg:
     def _pull(self, held_tokens: int, pages: SequencePages) -> list[Action]:
         held_blocks = held_tokens // BLOCK_TOKENS
         self._num_pages = len(pages.history) - held_blocks + len(pages.window) + 1
+        holder = self._holder
         return [
             Say(SaidReserved(held_tokens)),
+            # Said again: while the credits were waited for, the peer may have been forgotten.
+            ToTransfer(transfer.PeerFound(holder.worker_id, holder.address, holder.incarnation)),
             ToTransfer(
                 transfer.OpenPull(
                     transfer_id=self._transfer_id,
                     attempt=self._order.attempt,
-                    holder=self._holder.worker_id,
-                    holder_incarnation=self._holder.incarnation,
+                    holder=holder.worker_id,
+                    holder_incarnation=holder.incarnation,
                     pages=pages,
                     length=len(self._order.prompt),
                     held_blocks=held_blocks,

@@ -17,11 +17,11 @@ from typing import Any
 import grpc
 
 from ..core.errors import HeadraceError
+from ..core.peer import PeerMessage
 from ..proto.internal.v1 import peer_pb2 as pb
 from ..proto.internal.v1 import peer_pb2_grpc
 from ..proto.peer_convert import from_holder, from_taker, to_holder, to_taker
 from ..transfer import api as transfer
-from ..transfer.messages import PeerMessage
 from .channels import channel_options
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Links(peer_pb2_grpc.KvPeerServicer):
         finally:
             self._gone(link, why)
             with contextlib.suppress(asyncio.CancelledError):
-                await channel.close()
+                await channel.close(None)
 
     # ---- holder's end ----
 

@@ -27,12 +27,13 @@ from ..core.blocks import BLOCK_TOKENS
 from ..core.clock import Clock, MonotonicClock
 from ..core.errors import ConfigError, Draining
 from ..core.ids import Incarnation, WorkerId, new_incarnation
+from ..core.peer import PeerMessage
 from ..engine import api as engine
 from ..engine.build import Built, build_engine
 from ..proto.engine_convert import PROTOCOL
 from ..proto.internal.v1 import engine_pb2, engine_pb2_grpc, peer_pb2_grpc
 from ..transfer import api as transfer
-from ..transfer.messages import PeerMessage
+from ..transfer.driver import Driver
 from ..transfer.service import TransferThread
 from . import links, session
 from .channels import server_options
@@ -155,7 +156,7 @@ class Worker:
         thread = TransferThread(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
-            driver=_make_driver(self._config, self._worker_id, self._incarnation),
+            driver=make_driver(self._config, self._worker_id, self._incarnation),
             geometry=built.geometry,
             mover=built.mover,
             fingerprint=built.fingerprint,
@@ -428,9 +429,16 @@ class _Parts:
     peer_address: str
 
 
-def _make_driver(config: Config, worker_id: WorkerId, incarnation: Incarnation) -> Any:
+def make_driver(config: Config, worker_id: WorkerId, incarnation: Incarnation) -> Driver:
     """The driver that the settings name; nixl is loaded here and not before."""
-    raise NotImplementedError
+    name = f"{worker_id}.{incarnation:016x}"
+    if config.transfer.driver == "memory":
+        from ..transfer.memory_driver import MemoryDriver, MemoryNetwork
+
+        return MemoryDriver(MemoryNetwork(MonotonicClock()), name)
+    from ..transfer.nixl_driver import NixlDriver
+
+    return NixlDriver(name)
 
 
 def _report_loading() -> Callable[[int, int], None]:

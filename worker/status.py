@@ -79,6 +79,8 @@ class StatusServer:
                 self._answer,
                 log_config=None,
                 access_log=False,
+                interface="asgi3",
+                proxy_headers=False,
                 lifespan="off",
                 loop="asyncio",
                 http="h11",
