@@ -221,10 +221,11 @@ class HostServer:
         self._start(self._report_progress())
         event: Event = Tick()
         try:
-            while self._status is None:
-                now_s = time.monotonic()
-                for action in self._supervisor.handle(event, now_s):
+            while True:
+                for action in self._supervisor.handle(event, time.monotonic()):
                     await self._perform(action)
+                if self._status is not None:
+                    return self._status
                 event = await self._next_event()
         finally:
             for process in self._processes.values():
@@ -233,7 +234,6 @@ class HostServer:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        return self._status
 
     def stop(self) -> None:
         """Drain and end; asked again, kill."""

@@ -1,4 +1,4 @@
-"""A client that knows the .proto file and grpcio, nothing of headrace: `TARGET STUBS_FOLDER`. Prints what it got as JSON.
+"""A client that knows the .proto file and grpcio, nothing of headrace: `TARGET STUBS_FOLDER`. Prints what it got.
 
 The folder holds what protoc made of generation.proto under its plain name, as someone else's build would.
 """

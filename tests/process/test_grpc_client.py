@@ -31,8 +31,9 @@ def found(pair: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
          f"--python_out={stubs}", f"--grpc_python_out={stubs}", "generation.proto"],
         check=True,
     )  # fmt: skip
+    script = Path(__file__).with_name("standalone_grpc_client.py")
     done = subprocess.run(
-        [sys.executable, "-P", str(Path(__file__).with_name("standalone_grpc_client.py")), pair.grpc_target, str(stubs)],
+        [sys.executable, "-P", str(script), pair.grpc_target, str(stubs)],
         capture_output=True, text=True, timeout=120.0, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
