@@ -433,9 +433,9 @@ def make_driver(config: Config, worker_id: WorkerId, incarnation: Incarnation) -
     """The driver that the settings name; nixl is loaded here and not before."""
     name = f"{worker_id}.{incarnation:016x}"
     if config.transfer.driver == "memory":
-        from ..transfer.memory_driver import MemoryDriver, MemoryNetwork
+        from ..transfer.memory_driver import MemoryNetwork
 
-        return MemoryDriver(MemoryNetwork(MonotonicClock()), name)
+        return MemoryNetwork(MonotonicClock()).driver(name)
     from ..transfer.nixl_driver import NixlDriver
 
     return NixlDriver(name)
