@@ -48,8 +48,8 @@ format: setup ## let ruff rewrite what it can
 docs: setup ## print the state tables anew
 	$(BIN)/python tools/print_states.py > .docs.tmp && mv .docs.tmp docs/states.md
 
-bench: setup ## time the kernels of this machine
-	$(BIN)/python benchmarks/kernels.py $(ARGS)
+bench: setup ## load over HTTP, disaggregated beside monolithic
+	$(BIN)/python benchmarks/serving.py $(ARGS)
 
 setup: $(VENV)/.installed ## the virtual environment with everything in it (the other targets do this themselves)
 	@:
