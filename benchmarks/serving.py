@@ -2,15 +2,16 @@
 
     python benchmarks/serving.py [--url URL] [--requests 48] [--concurrency 4] [--json FILE]
 
-Without --url it serves the demo checkpoint, once in each mode, one after the other in one sitting. Prompts are token ids
-drawn from a seed, so both modes get the same work; output lengths are exact (`ignore_eos`). A tiny model says nothing of
-real ones: what is measured here is the path (router, sessions, transfer), not the arithmetic.
+Without --url it serves the demo checkpoint, once in each mode, one after the other in one sitting. Prompts are token
+ids drawn from a seed, so both modes get the same work; output lengths are exact (`ignore_eos`). A tiny model says
+nothing of real ones: what is measured here is the path (router, sessions, transfer), not the arithmetic.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -65,7 +66,7 @@ async def one(client: httpx2.AsyncClient, body: dict[str, Any]) -> Sample:
                     arrivals.append(time.perf_counter())
                 if event.get("usage"):
                     tokens = event["usage"]["completion_tokens"]
-    gaps = tuple(later - earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False))
+    gaps = tuple(later - earlier for earlier, later in itertools.pairwise(arrivals))
     return Sample(ttft_s=arrivals[0] - begin_s, gaps_s=gaps, output_tokens=tokens)
 
 

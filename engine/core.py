@@ -353,6 +353,8 @@ class Engine:
             reason = FinishReason.LENGTH
         prefilled = sequence.request.kind is LegKind.PREFILL
         if reason is None and not prefilled:
+            if len(sequence.tokens) == sequence.num_prompt + 1 and sequence.request.kind is LegKind.LOCAL:
+                self._manager.shrink(key, 1)  # the prompt is over: a chunk's worth of window pages goes back
             return
         spent_s = self._clock.now_s() - sequence.started_s if sampled_here else 0.0
         if prefilled:
@@ -377,5 +379,5 @@ class Engine:
         pools = {
             kind.value: (c.total, c.free, c.active, c.landing, c.reserved) for kind, c in self._manager.counts().items()
         }
-        mismatches = len(self._manager.audit())
+        mismatches = len(self._manager.check() if running else self._manager.audit())
         return EngineLoad(running, waiting, queued, self._steps, self._progress_s, pools, mismatches)

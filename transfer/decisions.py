@@ -46,7 +46,9 @@ class ReadDone:
 
     landing: int
     header: bytes
-    """The first 64 of them."""
+    """The first 64 of them; all of them if it was a probe."""
+    transport: str = ""
+    """A probe: which way they came, as far as the driver knows."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,6 @@ class PeerAdded:
 
     link_id: int
     name: str | None
-    transport: str = ""
 
 
 @dataclass(frozen=True)

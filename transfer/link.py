@@ -523,11 +523,6 @@ class Links:
             return
         link.agent = event.name
         link.agent_failed = False
-        link.transport = event.transport
-        wanted = self._section.require_transport
-        if wanted and wanted not in event.transport:
-            self._mismatch(link, f"transport is {event.transport!r}, required {wanted!r}")
-            return
         link.stage = Stage.PROBING
         self._try_probe(link)
 
@@ -572,8 +567,13 @@ class Links:
         good = event.header == probe_header(welcome.probe) + payload
         good = good and welcome.probe.digest == golden_digest(payload)
         seconds = max(self._now_s - link.probe_posted_s, 1e-9)
+        link.transport = event.transport
+        wanted = self._section.require_transport
         if link.phase is P.HANDSHAKING and not good:
             self._fail(link, "the probe landed with other bytes than announced")
+        elif link.phase is P.HANDSHAKING and wanted and wanted not in event.transport:
+            # Never a silent fall-back: the link is refused, loudly.
+            self._mismatch(link, f"transport is {event.transport!r}, required {wanted!r}")
         elif link.phase is P.HANDSHAKING:
             self._up(link, (HEADER_BYTES + welcome.probe.payload_bytes) / seconds)
         elif link.phase is P.SUSPECT:
