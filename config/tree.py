@@ -132,6 +132,8 @@ class RouterSection:
     strict_fields: bool = False
     cors_origins: tuple[str, ...] = ()
     tokenizer_threads: int = 2
+    effort_profile: Literal["auto", "official", "preview"] = "auto"
+    """Which texts tell the model how hard to think; auto: detected from the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
