@@ -56,7 +56,7 @@ class _Read:
     """Pieces that a stopped peer has not sent."""
 
 
-WriteObserver = Callable[["MemoryDriver", int, int, ReadHandle], None]
+WriteObserver = Callable[["MemoryDriver", int, ReadHandle, bool], None]
 
 
 class MemoryNetwork:
@@ -65,7 +65,7 @@ class MemoryNetwork:
     def __init__(self, clock: Clock, seed: int = 0, faults: MemoryFaults | None = None) -> None:
         self.faults = faults or MemoryFaults()
         self.on_write: WriteObserver | None = None
-        """Called before bytes of a READ land: reader, address, count, handle. Checkers of invariants listen here."""
+        """Called before bytes of a READ land: reader, address, handle, whether its error was told already."""
         self._clock = clock
         self._rng = random.Random(seed)
         self._agents: dict[str, MemoryDriver] = {}
@@ -165,7 +165,7 @@ class MemoryNetwork:
             if not read.peer.alive:
                 return
             if self.on_write is not None:
-                self.on_write(read.reader, read.local + first, end - first, read.handle)
+                self.on_write(read.reader, read.local + first, read.handle, read.state is ReadState.LOST)
             ctypes.memmove(read.local + first, read.remote + first, end - first)
             if read.corrupts and first <= wrong_at < end:
                 ctypes.c_ubyte.from_address(read.local + wrong_at).value ^= 0xFF

@@ -186,6 +186,11 @@ class TransferNode:
         """Only READs that nobody waits for any more."""
         return bool(self._reads)
 
+    def landing_of(self, handle: ReadHandle) -> int | None:
+        """The buffer that this READ lands in, while it runs."""
+        read = self._reads.get(handle)
+        return None if read is None else read.landing
+
     # ---- doing ----
 
     def _run(self, now_s: float) -> None:

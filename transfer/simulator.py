@@ -1,0 +1,725 @@
+"""Whole transfers between simulated workers on simulated time, with faults from one seed and every rule checked.
+
+Each worker is a `TransferNode` with a make-believe engine: pages that are filled chunk by chunk, poisoned when they are
+let go of, compared with the truth when they are admitted. Streams delay, lose, double, swap and mangle messages, and
+break; workers stop, resume, die and come back; READs do what `memory_driver` can do. `check` runs after every event and
+raises `Broken` with the rule's number; the same seed does the same again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..config.tree import TransferSection
+from ..core.blocks import BLOCK_TOKENS
+from ..core.clock import ManualClock
+from ..core.ids import Incarnation, TransferId, WorkerId
+from ..core.peer import HOLDER_MESSAGES, TAKER_MESSAGES, PeerMessage, Release, Taken
+from ..core.segments import RangeKind, SegmentRange
+from .api import (
+    Arrived,
+    BlocksFinal,
+    CancelPull,
+    CloseLink,
+    Dial,
+    Ended,
+    LinkClosed,
+    LinkDirection,
+    LinkMessage,
+    LinkOpened,
+    NotNeeded,
+    Offer,
+    OpenPull,
+    Outcome,
+    PeerFound,
+    PrefillDone,
+    PullFailed,
+    TransferEvent,
+    Wanted,
+    Withdraw,
+)
+from .buffers import LandingPhase, SendPhase
+from .driver import ReadHandle
+from .header import unpack_note
+from .memory_driver import MemoryDriver, MemoryFaults, MemoryNetwork
+from .node import Copy, TransferNode
+from .plain_cache import PlainGeometry, PlainMover, PlainPages
+
+POISON = 0xFF
+
+
+class Broken(AssertionError):
+    """A rule of the design does not hold. The text starts with its number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldFaults:
+    """Probabilities are per message, per copy, per transfer or per second of a worker, as named."""
+
+    reads: MemoryFaults = field(default_factory=MemoryFaults)
+    message_s: tuple[float, float] = (0.0005, 0.002)
+    message_lost: float = 0.0
+    message_doubled: float = 0.0
+    message_swapped: float = 0.0
+    message_mangled: float = 0.0
+    copy_s: tuple[float, float] = (0.0, 0.0)
+    """Gathers and scatters take this long; their pages must stay bound."""
+    taker_cancels: float = 0.0
+    holder_withdraws: float = 0.0
+    breaks_per_s: float = 0.0
+    stops_per_s: float = 0.0
+    stop_s: tuple[float, float] = (0.1, 20.0)
+    deaths_per_s: float = 0.0
+
+
+def swarm(seed: int) -> WorldFaults:
+    """Some of the faults, each at some rate: a run with all at once hides what a run with two would show."""
+    rng = random.Random(seed)
+
+    def some(most: float) -> float:
+        return rng.uniform(0.0, most) if rng.random() < 0.5 else 0.0
+
+    return WorldFaults(
+        reads=MemoryFaults(
+            read_s=(0.0005, rng.choice([0.002, 0.02, 0.5])),
+            max_pieces=rng.choice([1, 4, 8]),
+            lost=some(0.05),
+            lands_late=some(1.0),
+            hangs=some(0.05),
+            corrupts=some(0.1),
+            note_s=(0.0, rng.choice([0.0005, 0.05])),
+            note_dropped=some(0.05),
+            note_doubled=some(0.2),
+        ),
+        message_lost=some(0.02),
+        message_doubled=some(0.1),
+        message_swapped=some(0.05),
+        message_mangled=some(0.02),
+        copy_s=rng.choice([(0.0, 0.0), (0.0, 0.005), (0.01, 0.2)]),
+        taker_cancels=some(0.3),
+        holder_withdraws=some(0.3),
+        breaks_per_s=some(0.2),
+        stops_per_s=some(0.1),
+        deaths_per_s=some(0.05),
+    )
+
+
+class _GuardedMover(PlainMover):
+    """Copies as ever, and cries out when pages are touched that were let go of."""
+
+    def gather(self, pages: object, ranges: Sequence[SegmentRange], length: int, buffer_address: int) -> int:
+        if getattr(pages, "freed", False):
+            raise Broken("I8: a gather reads pages that were let go of")
+        return super().gather(pages, ranges, length, buffer_address)
+
+    def scatter(self, pages: object, ranges: Sequence[SegmentRange], length: int, buffer_address: int) -> int:
+        if getattr(pages, "freed", False):
+            raise Broken("I8: a scatter writes pages that were let go of")
+        return super().scatter(pages, ranges, length, buffer_address)
+
+
+class _Pages(PlainPages):
+    """Pages that remember whether somebody still owns them for this transfer."""
+
+    freed = False
+
+    def let_go(self) -> None:
+        self.freed = True
+        ctypes.memset((ctypes.c_char * len(self.data)).from_buffer(self.data), POISON, len(self.data))
+
+
+@dataclass
+class Journey:
+    """One transfer from both ends."""
+
+    transfer_id: TransferId
+    holder: WorkerId
+    taker: WorkerId
+    length: int
+    held_blocks: int
+    truth: bytes
+    source: _Pages
+    target: _Pages
+    ended: bool
+    holder_life: int = 0
+    taker_life: int = 0
+    computing: bool = False
+    holder_end: Ended | None = None
+    taker_end: Arrived | NotNeeded | PullFailed | None = None
+    offered: bool = False
+    opened: bool = False
+
+
+@dataclass
+class _Stream:
+    """One gRPC stream: two ordered queues that may lie."""
+
+    ends: tuple[tuple[WorkerId, int], tuple[WorkerId, int]]
+    """(worker, link id) of taker and holder."""
+    lives: tuple[int, int]
+    open: bool = True
+    last_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+
+class _Worker:
+    """A process: its node, its life, what waits for it while it is stopped."""
+
+    def __init__(self, world: World, name: WorkerId) -> None:
+        self.name = name
+        self.world = world
+        self.life = 0
+        self.stopped = False
+        self.alive = True
+        self.waiting: list[Callable[[], None]] = []
+        self.copies: list[Copy] = []
+        self.start()
+
+    def start(self) -> None:
+        world = self.world
+        self.life += 1
+        self.alive, self.stopped = True, False
+        self.waiting, self.copies = [], []
+        self.agent_name = f"{self.name}.{self.life}"
+        self.node = TransferNode(
+            worker_id=self.name,
+            incarnation=Incarnation(self.incarnation),
+            driver=world.network.driver(self.agent_name),
+            geometry=world.geometry,
+            mover=_GuardedMover(),
+            fingerprint=b"plain",
+            document='{"plain": 1}',
+            section=world.section,
+            deliver=lambda event, life=self.life: world.hear(self, life, event),  # type: ignore[misc]
+            send=lambda link, message, life=self.life: world.carry(self, life, link, message),  # type: ignore[misc]
+            new_link_id=world.link_ids,
+            rng=random.Random(world.rng.random()),
+            defer=self.defer,
+        )
+        world.watch(self)
+
+    @property
+    def incarnation(self) -> int:
+        return hash_name(self.name) + self.life
+
+    def defer(self, copy: Copy) -> bool:
+        lo, hi = self.world.faults.copy_s
+        if hi == 0.0:
+            return False
+        self.world.at(self.world.rng.uniform(lo, hi), self.mine(lambda: self.node.run_copy(copy, self.world.now_s)))
+        return True
+
+    def mine(self, act: Callable[[], None]) -> Callable[[], None]:
+        """`act`, if this life still runs then; while it is stopped, once it resumes."""
+        life = self.life
+
+        def run() -> None:
+            if self.life != life or not self.alive:
+                return
+            if self.stopped:
+                self.waiting.append(run)
+            else:
+                act()
+
+        return run
+
+
+def hash_name(name: str) -> int:
+    """A number for a name, the same in every process."""
+    return int.from_bytes(name.encode()[:6].ljust(6, b"\0"), "big") << 8
+
+
+SIMULATED = TransferSection(
+    driver="memory",
+    segment_bytes=400,
+    num_send_buffers=6,
+    num_landing_buffers=6,
+    window=3,
+    peer_share=0.5,
+    read_deadline_s=1.0,
+    progress_deadline_s=2.0,
+    lease_s=6.0,
+    beat_s=0.5,
+    tombstone_s=60.0,
+    offer_wait_s=3.0,
+    pull_wait_s=2.0,
+    queue_budget_s=10.0,
+)
+
+
+class World:
+    """Some workers, the network between them, and the checks."""
+
+    def __init__(
+        self,
+        seed: int,
+        faults: WorldFaults | None = None,
+        *,
+        num_workers: int = 3,
+        section: TransferSection = SIMULATED,
+    ) -> None:
+        self.seed = seed
+        self.faults = faults or WorldFaults()
+        self.section = section
+        self.rng = random.Random(seed)
+        self.clock = ManualClock()
+        self.network = MemoryNetwork(self.clock, seed, self.faults.reads)
+        self.network.on_write = self._on_write
+        self.geometry = PlainGeometry()
+        self.link_ids = itertools.count(1)
+        self.journeys: dict[TransferId, Journey] = {}
+        self.num_checks = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = itertools.count()
+        self._streams: dict[tuple[WorkerId, int], _Stream] = {}
+        self._frees: set[tuple[str, int, int]] = set()
+        """Fillings of send buffers whose reader was heard of: (agent, buffer, generation)."""
+        self._announced: dict[str, dict[int, tuple[int, TransferId]]] = {}
+        self._settled: list[Journey] = []
+        self.workers = {name: _Worker(self, name) for name in (WorkerId(f"w{number}") for number in range(num_workers))}
+        self._misbehave()
+
+    # ---- time ----
+
+    @property
+    def now_s(self) -> float:
+        return self.clock.now_s()
+
+    def at(self, delay_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (self.now_s + delay_s, next(self._serial), act))
+
+    def run(self, until_s: float) -> None:
+        """Let everything happen up to a moment."""
+        while (next_s := self._next_s()) is not None and next_s <= until_s:
+            self.clock.advance(max(0.0, next_s - self.now_s))
+            self._turn()
+        self.clock.advance(max(0.0, until_s - self.now_s))
+
+    def run_until_idle(self, max_s: float) -> bool:
+        """Let everything happen until nothing is open; whether that came within `max_s`."""
+        end_s = self.now_s + max_s
+        while self.now_s < end_s:
+            if self.is_idle():
+                return True
+            self.run(min(end_s, self.now_s + 0.5))
+        return self.is_idle()
+
+    def is_idle(self) -> bool:
+        """Each transfer has ended, each buffer is free, each READ is over."""
+        return all(self._is_over(journey) for journey in self.journeys.values()) and all(
+            not any(worker.node.holder.counts().values())
+            and not any(worker.node.taker.counts().values())
+            and all(buffer.phase is SendPhase.FREE for buffer in worker.node.send_buffers.buffers)
+            and all(buffer.phase is LandingPhase.FREE for buffer in worker.node.landing_buffers.buffers)
+            for worker in self.workers.values()
+        )
+
+    def _is_over(self, journey: Journey) -> bool:
+        taker_gone = self.workers[journey.taker].life != journey.taker_life
+        holder_gone = self.workers[journey.holder].life != journey.holder_life
+        return (journey.taker_end is not None or taker_gone or not journey.opened) and (
+            journey.holder_end is not None or holder_gone or not journey.offered
+        )
+
+    def _next_s(self) -> float | None:
+        due = [self._heap[0][0]] if self._heap else []
+        network_s = self.network.next_s()
+        if network_s is not None:
+            due.append(network_s)
+        for worker in self.workers.values():
+            if worker.alive and not worker.stopped:
+                node_s = worker.node.next_s()
+                if node_s is not None:
+                    due.append(node_s)
+        return min(due, default=None)
+
+    def _turn(self) -> None:
+        self.network.run_due()
+        for _ in range(100_000):
+            if not self._heap or self._heap[0][0] > self.now_s:
+                break
+            heapq.heappop(self._heap)[2]()
+            self.check()
+        for worker in self.workers.values():
+            if worker.alive and not worker.stopped:
+                worker.node.step(self.now_s)
+        self.check()
+
+    def heal(self) -> None:
+        """No more faults; who is stopped resumes, who is dead has come back."""
+        self.faults = WorldFaults(message_s=self.faults.message_s)
+        for worker in self.workers.values():
+            if worker.stopped:
+                self.resume(worker)
+        self.network.heal()
+
+    # ---- faults of workers ----
+
+    def _misbehave(self) -> None:
+        """A chance of each of the slow faults, every tenth of a second."""
+        tenth = 0.1
+        for worker in self.workers.values():
+            if self.rng.random() < self.faults.breaks_per_s * tenth:
+                mine = [stream for stream in self._streams.values() if stream.ends[0][0] == worker.name and stream.open]
+                if mine:
+                    self.close_stream(self.rng.choice(mine), "broken")
+            if not worker.stopped and self.rng.random() < self.faults.stops_per_s * tenth:
+                self.stop(worker)
+                self.at(self.rng.uniform(*self.faults.stop_s), lambda worker=worker: self.resume(worker))  # type: ignore[misc]
+            if self.rng.random() < self.faults.deaths_per_s * tenth:
+                self.kill(worker)
+        self.at(tenth, self._misbehave)
+
+    def stop(self, worker: _Worker) -> None:
+        worker.stopped = True
+        self.network.stop(worker.agent_name)
+
+    def resume(self, worker: _Worker) -> None:
+        if not worker.stopped:
+            return
+        worker.stopped = False
+        self.network.resume(worker.agent_name)
+        waiting, worker.waiting = worker.waiting, []
+        for act in waiting:
+            self.at(0.0, act)
+
+    def kill(self, worker: _Worker) -> None:
+        """The process dies; another life of it starts at the same address."""
+        self.network.kill(worker.agent_name)
+        for stream in list(self._streams.values()):
+            if worker.name in (stream.ends[0][0], stream.ends[1][0]):
+                self.close_stream(stream, "died")
+        worker.start()
+
+    # ---- streams ----
+
+    def dial(self, taker: _Worker, link_id: int, holder_name: WorkerId) -> None:
+        holder = self.workers[holder_name]
+        back_id = next(self.link_ids)
+        lives = (taker.life, holder.life)
+        stream = _Stream(((taker.name, link_id), (holder.name, back_id)), lives)
+        if holder.stopped:
+            self.at(2.0, taker.mine(lambda: self._to(taker, LinkClosed(link_id, "no answer"))))
+            return
+        for end in stream.ends:
+            self._streams[end] = stream
+        self.at(0.001, holder.mine(lambda: self._to(holder, LinkOpened(back_id, LinkDirection.IN))))
+        self.at(0.001, taker.mine(lambda: self._to(taker, LinkOpened(link_id, LinkDirection.OUT))))
+        stream.last_s = [self.now_s + 0.001] * 2
+
+    def close_stream(self, stream: _Stream, reason: str, *, by: WorkerId | None = None) -> None:
+        """Both ends hear of it, but for the one who closed it."""
+        if not stream.open:
+            return
+        stream.open = False
+        for (name, link_id), life in zip(stream.ends, stream.lives, strict=True):
+            self._streams.pop((name, link_id), None)
+            worker = self.workers[name]
+            if name != by and worker.life == life:
+                self.at(0.005, worker.mine(self._later(worker, LinkClosed(link_id, reason))))
+
+    def carry(self, sender: _Worker, life: int, link_id: int, message: PeerMessage) -> None:
+        """A node sends."""
+        stream = self._streams.get((sender.name, link_id))
+        if stream is None or not stream.open or life != sender.life:
+            return
+        way = 0 if stream.ends[0] == (sender.name, link_id) else 1
+        name, back_id = stream.ends[1 - way]
+        receiver = self.workers[name]
+        if receiver.life != stream.lives[1 - way]:
+            return
+        faults, rng = self.faults, self.rng
+        if rng.random() < faults.message_lost:
+            return
+        if rng.random() < faults.message_mangled:
+            message = mangle(message, rng)
+        for _ in range(2 if rng.random() < faults.message_doubled else 1):
+            arrives_s = max(stream.last_s[way], self.now_s + rng.uniform(*faults.message_s))
+            if rng.random() < faults.message_swapped:
+                arrives_s += 0.01
+            else:
+                stream.last_s[way] = arrives_s
+            deliver = receiver.mine(self._later(receiver, LinkMessage(back_id, message)))
+            self.at(arrives_s - self.now_s, deliver)
+
+    def _later(self, worker: _Worker, command: LinkMessage | LinkClosed) -> Callable[[], None]:
+        return lambda: self._to(worker, command)
+
+    def _to(self, worker: _Worker, command: LinkMessage | LinkClosed | LinkOpened) -> None:
+        if isinstance(command, LinkMessage) and isinstance(command.message, Release):
+            release = command.message
+            self._frees.add((worker.agent_name, release.buffer, release.buffer_gen))
+        worker.node.handle(command, self.now_s)
+
+    # ---- transfers ----
+
+    def start_transfer(self) -> Journey:
+        """Draw a request and open both its legs."""
+        rng = self.rng
+        holder, taker = rng.sample(sorted(self.workers), 2)
+        length = rng.choice([1, 3, 100, 255, 256, 257, 511, 700, 1025, 1300])
+        held_blocks = rng.choice([0, 0, 0, length // BLOCK_TOKENS, rng.randint(0, length // BLOCK_TOKENS)])
+        truth_pages = PlainPages(self.geometry, length)
+        truth = rng.randbytes(len(truth_pages.data))
+        source, target = _Pages(self.geometry, length), _Pages(self.geometry, length)
+        for pages in (source, target):
+            pages.data[:] = bytes([POISON]) * len(pages.data)
+        journey = Journey(
+            transfer_id=TransferId(rng.randbytes(16)),
+            holder=holder,
+            taker=taker,
+            length=length,
+            held_blocks=held_blocks,
+            truth=truth,
+            source=source,
+            target=target,
+            ended=rng.random() < 0.05,
+        )
+        self._fill(journey.target, journey, 0, held_blocks)
+        self.journeys[journey.transfer_id] = journey
+        self.at(rng.uniform(0.0, 0.3), lambda: self._offer(journey))
+        self.at(rng.uniform(0.0, 0.3), lambda: self._open(journey))
+        if rng.random() < self.faults.taker_cancels:
+            self.at(rng.uniform(0.0, 1.0), lambda: self._cancel(journey))
+        if rng.random() < self.faults.holder_withdraws:
+            self.at(rng.uniform(0.0, 1.0), lambda: self._withdraw(journey))
+        return journey
+
+    def _offer(self, journey: Journey) -> None:
+        holder = self.workers[journey.holder]
+        journey.offered, journey.holder_life = True, holder.life
+        offer = Offer(transfer_id=journey.transfer_id, attempt=1, length=journey.length, pages=journey.source)
+        holder.mine(lambda: holder.node.handle(offer, self.now_s))()
+
+    def _open(self, journey: Journey) -> None:
+        holder, taker = self.workers[journey.holder], self.workers[journey.taker]
+        journey.opened, journey.taker_life = True, taker.life
+        order = OpenPull(
+            transfer_id=journey.transfer_id,
+            attempt=1,
+            holder=holder.name,
+            holder_incarnation=None,
+            pages=journey.target,
+            length=journey.length,
+            held_blocks=journey.held_blocks,
+        )
+
+        def act() -> None:
+            taker.node.handle(PeerFound(holder.name, "address"), self.now_s)
+            taker.node.handle(order, self.now_s)
+
+        taker.mine(act)()
+
+    def _cancel(self, journey: Journey) -> None:
+        taker = self.workers[journey.taker]
+        if journey.opened and taker.life == journey.taker_life:
+            taker.mine(lambda: taker.node.handle(CancelPull(journey.transfer_id), self.now_s))()
+
+    def _withdraw(self, journey: Journey) -> None:
+        holder = self.workers[journey.holder]
+        if journey.offered and holder.life == journey.holder_life:
+            holder.mine(lambda: holder.node.handle(Withdraw(journey.transfer_id, "aborted"), self.now_s))()
+
+    def _compute(self, journey: Journey, done_blocks: int) -> None:
+        """One chunk of the prompt: a block's bytes are in the pages when it is said to be final, and not before."""
+        holder = self.workers[journey.holder]
+        if journey.holder_end is not None or holder.life != journey.holder_life:
+            return
+        total = journey.length // BLOCK_TOKENS
+        upto = min(total, done_blocks + self.rng.randint(1, 3))
+        self._fill(journey.source, journey, done_blocks, upto)
+        if upto < total or (total and done_blocks < total):
+            news = BlocksFinal(
+                transfer_id=journey.transfer_id,
+                num_blocks=upto,
+                pages=journey.source,
+                computed_tokens=upto * BLOCK_TOKENS,
+            )
+            holder.node.handle(news, self.now_s)
+            self.at(self.rng.uniform(0.001, 0.1), holder.mine(lambda: self._compute(journey, upto)))
+            return
+        journey.source.data[:] = journey.truth
+        finished = PrefillDone(
+            transfer_id=journey.transfer_id,
+            pages=journey.source,
+            first_token=7,
+            first_index=0,
+            computed=journey.length,
+            cached=0,
+            ended=journey.ended,
+        )
+        holder.node.handle(finished, self.now_s)
+
+    def _fill(self, pages: _Pages, journey: Journey, first: int, end: int) -> None:
+        for block in range(first, end):
+            for layer in range(self.geometry.num_layers):
+                offset, size = pages.place(RangeKind.HISTORY, layer, block)
+                pages.data[offset : offset + size] = journey.truth[offset : offset + size]
+
+    # ---- what nodes say ----
+
+    def hear(self, worker: _Worker, life: int, event: TransferEvent) -> None:
+        if life != worker.life:
+            return
+        match event:
+            case Dial(link_id, peer, _):
+                self.at(0.001, worker.mine(lambda: self.dial(worker, link_id, peer)))
+            case CloseLink(link_id, reason):
+                stream = self._streams.get((worker.name, link_id))
+                if stream is not None:
+                    self.close_stream(stream, reason, by=worker.name)
+            case Wanted(transfer_id):
+                journey = self.journeys[transfer_id]
+                if journey.computing:
+                    raise Broken("I3: computing was asked for twice")
+                journey.computing = True
+                scheduled = BlocksFinal(transfer_id=transfer_id, num_blocks=0, pages=journey.source)
+
+                def begin() -> None:
+                    if journey.holder_end is None:
+                        worker.node.handle(scheduled, self.now_s)
+                        self._compute(journey, 0)
+
+                self.at(self.rng.uniform(0.0, 0.2), worker.mine(begin))
+            case Ended(transfer_id):
+                self._holder_ended(self.journeys[transfer_id], event)
+            case Arrived(transfer_id) | NotNeeded(transfer_id) | PullFailed(transfer_id):
+                self._taker_ended(self.journeys[transfer_id], event)
+            case _:
+                pass
+
+    def _holder_ended(self, journey: Journey, event: Ended) -> None:
+        if journey.holder_end is not None:
+            raise Broken("I3: the holder ended a transfer twice")
+        journey.holder_end = event
+        said_taken = event.outcome is Outcome.TAKEN and self.workers[journey.taker].life == journey.taker_life
+        if said_taken and not isinstance(journey.taker_end, Arrived):
+            raise Broken("I3: the holder says taken, the taker does not")
+        journey.source.let_go()
+
+    def _taker_ended(self, journey: Journey, event: Arrived | NotNeeded | PullFailed) -> None:
+        if journey.taker_end is not None:
+            raise Broken("I3: the taker ended a transfer twice")
+        journey.taker_end = event
+        if isinstance(event, Arrived):
+            if bytes(journey.target.data) != journey.truth:
+                raise Broken("I2: admitted pages differ from the truth")
+            # Decode owns the pages now: a scatter into them would be as wrong as one into freed pages.
+            journey.target.freed = True
+        else:
+            journey.target.let_go()
+        self._settled.append(journey)
+
+    # ---- checks ----
+
+    def watch(self, worker: _Worker) -> None:
+        """Hear of each note that arrives, to know which send buffers may be freed."""
+        agent = worker.agent_name
+        driver = self.network.find(agent)
+        assert driver is not None
+        notes = driver.notes
+
+        def heard() -> list[tuple[str, bytes]]:
+            found = notes()
+            for _, note in found:
+                parts = unpack_note(note)
+                if parts is not None:
+                    self._frees.add((agent, parts[1], parts[2]))
+            return found
+
+        driver.notes = heard  # type: ignore[method-assign]
+        self._announced[agent] = {}
+
+    def _on_write(self, reader: MemoryDriver, address: int, handle: ReadHandle, after_error: bool) -> None:
+        worker = next((w for w in self.workers.values() if w.agent_name == reader.agent_name), None)
+        # Bytes after an error are the network's fault, and meet the digest; a dead process has no memory.
+        if worker is None or after_error:
+            return
+        node = worker.node
+        index = (address - node.landing_memory.base_address) // node.landing_memory.stride
+        phase = node.landing_buffers.buffers[index].phase
+        if phase not in (LandingPhase.READING, LandingPhase.HELD):
+            raise Broken(f"I1: bytes land in a buffer that is {phase.value}")
+        if node.landing_of(handle) != index:
+            raise Broken("I1: bytes of one READ land in the buffer of another")
+
+    def check(self) -> None:
+        """Every rule that can be read off the state."""
+        self.num_checks += 1
+        for worker in self.workers.values():
+            wrong = worker.node.audit()
+            if wrong:
+                raise Broken(f"I8: {worker.name}: {'; '.join(wrong)}")
+            self._check_frees(worker)
+        for journey in self._settled[-3:]:
+            self._check_settled(journey)
+
+    def check_all_settled(self) -> None:
+        """No pages changed after they were admitted or let go of."""
+        for journey in self._settled:
+            self._check_settled(journey)
+
+    def _check_settled(self, journey: Journey) -> None:
+        admitted = isinstance(journey.taker_end, Arrived)
+        wanted = journey.truth if admitted else bytes([POISON]) * len(journey.truth)
+        if journey.target.data != wanted:
+            raise Broken("I2: pages changed after the transfer had ended")
+
+    def _check_frees(self, worker: _Worker) -> None:
+        """A send buffer leaves ANNOUNCED only for its own filling's reader, or with its subscription."""
+        before = self._announced[worker.agent_name]
+        now = {
+            buffer.index: (buffer.generation, buffer.owner)
+            for buffer in worker.node.send_buffers.buffers
+            if buffer.phase is SendPhase.ANNOUNCED and buffer.owner is not None
+        }
+        serving = worker.node.holder.phases()
+        for index, (generation, owner) in before.items():
+            if now.get(index) == (generation, owner) or (worker.agent_name, index, generation) in self._frees:
+                continue
+            if owner in serving and self.journeys[owner].holder_end is None:
+                raise Broken("I8: a send buffer was freed by what was said of another filling")
+        self._announced[worker.agent_name] = {
+            index: (generation, owner) for index, (generation, owner) in now.items() if owner is not None
+        }
+
+
+def mangle(message: PeerMessage, rng: random.Random) -> PeerMessage:
+    """The message with one number of it changed. What was decided stays decided: `Taken` is never made up."""
+    if isinstance(message, Taken):
+        return message
+    numbers = [name for name in (f.name for f in dataclasses.fields(message)) if type(getattr(message, name)) is int]
+    ranges = getattr(message, "index", None) or getattr(message, "ranges", None)
+    if ranges and rng.random() < 0.5:
+        wild = [0, 1, 2, 5, 1 << 16, (1 << 32) - 1]
+        piece = SegmentRange(rng.choice(list(RangeKind)), *(rng.choice(wild) for _ in range(4)))
+        name = "index" if hasattr(message, "index") else "ranges"
+        return dataclasses.replace(message, **{name: (piece, *ranges[1:])})  # type: ignore[arg-type]
+    if not numbers or not isinstance(message, TAKER_MESSAGES + HOLDER_MESSAGES):
+        return message
+    name = rng.choice(numbers)
+    wild_number = rng.choice([0, 1, getattr(message, name) ^ 1, getattr(message, name) + 1, (1 << 32) - 1])
+    return dataclasses.replace(message, **{name: wild_number})
+
+
+def run_world(seed: int, faults: WorldFaults, num_transfers: int, *, num_workers: int = 3) -> World:
+    """One run: safety under faults, then liveness without them. Raises `Broken`."""
+    world = World(seed, faults, num_workers=num_workers)
+    for _ in range(num_transfers):
+        world.start_transfer()
+        world.run(world.now_s + world.rng.expovariate(10.0))
+    world.run(world.now_s + 1.0)
+    world.heal()
+    # Leases, back-offs and kept agents are the longest waits.
+    if not world.run_until_idle(max_s=120.0):
+        left = [journey for journey in world.journeys.values() if not world._is_over(journey)]
+        raise Broken(
+            f"I4: {len(left)} transfers, or buffers of ended ones, are still open after the faults have ceased"
+        )
+    world.check_all_settled()
+    return world
