@@ -23,15 +23,28 @@ static inline uint16_t to_bf16(float x) {
 }
 static inline float bf16_to_float(uint16_t h) { return from_bits((uint32_t)h << 16); }
 static inline float rounded(float x, int round) { return round ? bf16_to_float(to_bf16(x)) : x; }
-static inline float lanes_sum(v16 v) {
-    for (int half = 8; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] = v[i] + v[i + half];
-    return v[0];
+typedef int32_t i16 __attribute__((vector_size(64)));
+static inline float lanes_sum(v16 v) { /* a fixed tree: lane i with i + 8, i + 4, i + 2, i + 1 */
+    v += __builtin_shuffle(v, (i16){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+    v += __builtin_shuffle(v, (i16){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+    v += __builtin_shuffle(v, (i16){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+    return v[0] + v[1];
 }
-static inline float dot(const float *a, const float *b, int n) {
-    v16 acc = {0};
-    for (int i = 0; i < n; i += 16) acc += *(const v16 *)(a + i) * *(const v16 *)(b + i);
-    return lanes_sum(acc);
+static inline v16 at(const float *p) { return *(const v16 *)p; }
+static inline float dot(const float *a, const float *b, int n) { /* four partial sums, whatever n: the order is n's alone */
+    v16 acc[4] = {{0}};
+    int i = 0;
+    for (; i + 64 <= n; i += 64)
+        for (int j = 0; j < 4; j++) acc[j] += at(a + i + 16 * j) * at(b + i + 16 * j);
+    for (; i < n; i += 16) acc[0] += at(a + i) * at(b + i);
+    return lanes_sum((acc[0] + acc[2]) + (acc[1] + acc[3]));
+}
+static inline void store(float *y, v16 v, int cols, int round) {
+    float t[16];
+    memcpy(t, &v, sizeof t);
+    if (round)
+        for (int j = 0; j < 16; j++) t[j] = rounded(t[j], 1);
+    memcpy(y, t, (size_t)cols * 4);
 }
 
 /* ---- products: y[T,N] = x[T,K] W[N,K]^T; W packed in panels of 16 outputs, [ceil(N/16)][K][16] ---- */
@@ -44,26 +57,40 @@ void hr_pack(const float *w, int64_t n, int64_t k, float *packed) {
 }
 
 #define ROWS 8
-static inline __attribute__((always_inline)) void panel(const float *x, int64_t ldx, int rows, int64_t k, const float *w,
-                                                        float *y, int64_t ldy, int cols, int round) {
-    v16 acc[ROWS];
-    for (int r = 0; r < rows; r++) acc[r] = (v16){0};
+static inline __attribute__((always_inline)) void panels(const float *x, int64_t ldx, int rows, int64_t k, const float *w, int num,
+                                                         float *y, int64_t ldy, int cols, int round) {
+    v16 acc[ROWS][2];
+    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (v16){0};
     for (int64_t i = 0; i < k; i++) {
-        v16 b = *(const v16 *)(w + i * 16);
-        for (int r = 0; r < rows; r++) acc[r] += x[r * ldx + i] * b;
+        v16 b0 = at(w + i * 16), b1 = num > 1 ? at(w + (k + i) * 16) : b0;
+        for (int r = 0; r < rows; r++) {
+            float a = x[r * ldx + i];
+            acc[r][0] += a * b0;
+            if (num > 1) acc[r][1] += a * b1;
+        }
     }
-    for (int r = 0; r < rows; r++)
-        for (int j = 0; j < cols; j++) y[r * ldy + j] = rounded(acc[r][j], round);
+    for (int r = 0; r < rows; r++) {
+        store(y + r * ldy, acc[r][0], num > 1 ? 16 : cols, round);
+        if (num > 1) store(y + r * ldy + 16, acc[r][1], cols, round);
+    }
 }
 
 void hr_linear(const float *x, int64_t t, int64_t ldx, int64_t k, const float *packed, int64_t n, float *y, int64_t ldy,
                int round) {
-    for (int64_t p = 0; p * 16 < n; p++) {
+    for (int64_t p = 0; p * 16 < n;) {
         const float *w = packed + p * k * 16;
-        int cols = (int)(n - p * 16 < 16 ? n - p * 16 : 16);
+        int num = n - p * 16 > 16 ? 2 : 1;
+        int64_t left = n - (p + num - 1) * 16;
+        int cols = (int)(left < 16 ? left : 16);
         int64_t r = 0;
-        for (; r + ROWS <= t; r += ROWS) panel(x + r * ldx, ldx, ROWS, k, w, y + r * ldy + p * 16, ldy, cols, round);
-        for (; r < t; r++) panel(x + r * ldx, ldx, 1, k, w, y + r * ldy + p * 16, ldy, cols, round);
+        if (num == 2) {
+            for (; r + ROWS <= t; r += ROWS) panels(x + r * ldx, ldx, ROWS, k, w, 2, y + r * ldy + p * 16, ldy, cols, round);
+            for (; r < t; r++) panels(x + r * ldx, ldx, 1, k, w, 2, y + r * ldy + p * 16, ldy, cols, round);
+        } else {
+            for (; r + ROWS <= t; r += ROWS) panels(x + r * ldx, ldx, ROWS, k, w, 1, y + r * ldy + p * 16, ldy, cols, round);
+            for (; r < t; r++) panels(x + r * ldx, ldx, 1, k, w, 1, y + r * ldy + p * 16, ldy, cols, round);
+        }
+        p += num;
     }
 }
 
@@ -220,10 +247,10 @@ __attribute__((constructor)) static void make_tables(void) {
         e4m3[code] = code & 128 ? -a : a;
     }
 }
-static uint8_t to_e2m1(float x) { /* nearest, ties to the even code; |x| <= 6; zero keeps no sign */
+static inline uint8_t to_e2m1(float x) { /* nearest, ties to the even code; |x| <= 6; zero keeps no sign */
     float a = fabsf(x);
-    uint8_t code = a <= 0.25f ? 0 : a < 0.75f ? 1 : a <= 1.25f ? 2 : a < 1.75f ? 3 : a <= 2.5f ? 4 : a < 3.5f ? 5 : a <= 5.0f ? 6 : 7;
-    return code && x < 0 ? code | 8 : code;
+    int code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+    return (uint8_t)(code | (code > 0 && x < 0 ? 8 : 0));
 }
 static inline float clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; } /* NaN stays NaN */
 
@@ -247,10 +274,10 @@ static void encode_fp4(const float *v, uint8_t *data, uint8_t *scale) {
         float top = 6.0f * 0x1p-126f;
         for (int i = 0; i < 32; i++) top = fmaxf(top, fabsf(v[g * 32 + i]));
         int e = ceil_log2(top / 6.0f);
-        for (int i = 0; i < 32; i += 2) {
-            uint8_t low = to_e2m1(clamp(v[g * 32 + i] / exp2_int(e), 6.0f)), high = to_e2m1(clamp(v[g * 32 + i + 1] / exp2_int(e), 6.0f));
-            data[g * 16 + i / 2] = (uint8_t)(low | high << 4);
-        }
+        float inverse = exp2_int(-e); /* e is at least -126, and below 126: both powers are normal */
+        uint8_t code[32];
+        for (int i = 0; i < 32; i++) code[i] = to_e2m1(clamp(v[g * 32 + i] * inverse, 6.0f));
+        for (int i = 0; i < 16; i++) data[g * 16 + i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
         scale[g] = (uint8_t)(e + 127);
     }
 }
@@ -335,7 +362,7 @@ static int by_value(const void *a, const void *b) { return *(const int32_t *)a <
 
 int hr_select(const float *q, const float *w, int64_t t, int heads, const int64_t *positions, const int32_t *seq, const view *keys,
               const int32_t *history, int64_t ldh, int64_t topk, int32_t *chosen, int32_t *num_chosen) {
-    float *decoded = NULL;
+    float *keys_t = NULL, *scores = NULL, key[INDEX_WIDTH]; /* keys in panels of 16: [panel][channel][16] */
     uint64_t *order = NULL;
     int64_t have = 0, room = 0;
     int32_t owner = -1;
@@ -348,26 +375,45 @@ int hr_select(const float *q, const float *w, int64_t t, int heads, const int64_
             continue;
         }
         if (n > room) {
-            room = n + n / 2;
-            float *d = realloc(decoded, (size_t)room * INDEX_WIDTH * 4);
-            if (d) decoded = d;
+            room = (n + n / 2 + 15) / 16 * 16;
+            float *d = realloc(keys_t, (size_t)room * INDEX_WIDTH * 4);
+            if (d) keys_t = d;
+            float *f = realloc(scores, (size_t)room * 4);
+            if (f) scores = f;
             uint64_t *o = realloc(order, (size_t)room * 8);
             if (o) order = o;
-            if (!d || !o) { free(decoded); free(order); return -1; }
+            if (!d || !f || !o) { free(keys_t); free(scores); free(order); return -1; }
         }
         if (owner != seq[r]) { owner = seq[r]; have = 0; }
         for (; have < n; have++) {
             uint8_t *data, *scale;
             locate(keys, (int64_t)history[owner * ldh + have / 64] * 64 + have % 64, &data, &scale);
-            decode(keys->format, data, scale, decoded + have * INDEX_WIDTH);
+            decode(keys->format, data, scale, key);
+            float *panel = keys_t + have / 16 * 16 * INDEX_WIDTH + have % 16;
+            for (int c = 0; c < INDEX_WIDTH; c++) panel[c * 16] = key[c];
+        }
+        for (int64_t j = 0; j < n; j += 16) { /* lanes past `have` hold anything; they are never looked at */
+            const float *panel = keys_t + j * INDEX_WIDTH;
+            v16 total = {0};
+            for (int h = 0; h < heads; h += 4) {
+                v16 acc[4] = {{0}};
+                int some = heads - h < 4 ? heads - h : 4;
+                const float *qh = q + (r * heads + h) * INDEX_WIDTH;
+                if (some == 4)
+                    for (int c = 0; c < INDEX_WIDTH; c++)
+                        for (int g = 0; g < 4; g++) acc[g] += qh[g * INDEX_WIDTH + c] * at(panel + c * 16);
+                else
+                    for (int c = 0; c < INDEX_WIDTH; c++)
+                        for (int g = 0; g < some; g++) acc[g] += qh[g * INDEX_WIDTH + c] * at(panel + c * 16);
+                for (int g = 0; g < some; g++) {
+                    v16 zero = {0};
+                    total += w[r * heads + h + g] * (v16)((acc[g] > zero) & (i16)acc[g]);
+                }
+            }
+            memcpy(scores + j, &total, sizeof total);
         }
         for (int64_t j = 0; j < n; j++) {
-            float score = 0.0f;
-            for (int h = 0; h < heads; h++) {
-                float s = dot(q + (r * heads + h) * INDEX_WIDTH, decoded + j * INDEX_WIDTH, INDEX_WIDTH);
-                score += w[r * heads + h] * (s > 0.0f ? s : 0.0f);
-            }
-            uint32_t u = bits(score == 0.0f ? 0.0f : score);
+            uint32_t u = bits(scores[j] == 0.0f ? 0.0f : scores[j]);
             u = u >> 31 ? ~u : u | 0x80000000u;
             order[j] = (uint64_t)u << 32 | (0xffffffffu - (uint32_t)j);
         }
@@ -376,7 +422,8 @@ int hr_select(const float *q, const float *w, int64_t t, int heads, const int64_
         qsort(out, (size_t)topk, 4, by_value);
         num_chosen[r] = (int32_t)topk;
     }
-    free(decoded);
+    free(keys_t);
+    free(scores);
     free(order);
     return 0;
 }
@@ -387,51 +434,80 @@ int hr_attend(const float *q, int64_t t, int heads, const int64_t *positions, co
               const int32_t *window_pages, const int32_t *window_first, int64_t ldw, const view *entries, const int32_t *history,
               int64_t ldh, int ratio, const int32_t *chosen, const int32_t *num_chosen, int64_t topk, const float *sink, float *out,
               int round) {
-    float *rows = NULL, *p = NULL;
-    int64_t room = 0;
+    /* Decoded rows of the sequence at hand: raw ones by position from `low` on, compressed ones. Neighbouring tokens share
+     * all but one of the first, and in c128a all but one of the second; c4a's choice is decoded for each token. */
+    float *raw = NULL, *packed = NULL, *p = NULL;
+    int64_t raw_room = 0, packed_room = 0, p_room = 0, low = 0, high = 0, have = 0;
+    int32_t owner = -1;
     const float scale = 0.044194173824159216f; /* 512^-0.5 */
+    uint8_t *data, *sc;
     for (int64_t r = 0; r < t; r++) {
         int64_t pos = positions[r];
         if (pos < 0) { memset(out + r * heads * KV_WIDTH, 0, (size_t)heads * KV_WIDTH * 4); continue; }
         int32_t s = seq[r];
-        int64_t first = pos > 127 ? pos - 127 : 0, n = pos - first + 1;
+        int64_t first = pos > 127 ? pos - 127 : 0, num_raw = pos - first + 1;
         int64_t extra = ratio == 4 ? num_chosen[r] : ratio ? (pos + 1) / ratio : 0;
-        if (n + extra > room) {
-            room = n + extra + 64;
-            float *a = realloc(rows, (size_t)room * KV_WIDTH * 4);
-            if (a) rows = a;
-            float *b = realloc(p, (size_t)room * 4);
-            if (b) p = b;
-            if (!a || !b) { free(rows); free(p); return -1; }
+        if (owner != s || first < low) { owner = s; low = high = first; have = 0; }
+        if (pos + 1 - low > raw_room) { /* drop what is out of sight before asking for more */
+            int64_t keep = high > first ? high - first : 0;
+            if (keep) memmove(raw, raw + (first - low) * KV_WIDTH, (size_t)keep * KV_WIDTH * 4);
+            low = first;
+            high = first + keep;
+            if (!raw_room) {
+                raw_room = 512;
+                raw = malloc((size_t)raw_room * KV_WIDTH * 4);
+            }
         }
-        uint8_t *data, *sc;
-        for (int64_t i = 0; i < n; i++) {
-            int64_t page = (first + i) / 64 - window_first[s];
-            locate(window, (int64_t)window_pages[s * ldw + page] * 64 + (first + i) % 64, &data, &sc);
-            decode(window->format, data, sc, rows + i * KV_WIDTH);
+        if (extra > packed_room) {
+            packed_room = extra + extra / 2 + 16;
+            float *a = realloc(packed, (size_t)packed_room * KV_WIDTH * 4);
+            if (!a) { free(raw); free(packed); free(p); return -1; }
+            packed = a;
         }
-        for (int64_t i = 0; i < extra; i++) {
-            int64_t e = ratio == 4 ? chosen[r * topk + i] : i, per = entries->entries;
+        if (num_raw + extra > p_room) {
+            p_room = num_raw + extra + 256;
+            float *a = realloc(p, (size_t)p_room * 4);
+            if (!a) { free(raw); free(packed); free(p); return -1; }
+            p = a;
+        }
+        if (!raw) { free(packed); free(p); return -1; }
+        if (high < first) high = first;
+        for (; high <= pos; high++) {
+            int64_t page = high / 64 - window_first[s];
+            locate(window, (int64_t)window_pages[s * ldw + page] * 64 + high % 64, &data, &sc);
+            decode(window->format, data, sc, raw + (high - low) * KV_WIDTH);
+        }
+        if (ratio == 4) have = 0;
+        for (; have < extra; have++) {
+            int64_t e = ratio == 4 ? chosen[r * topk + have] : have, per = entries->entries;
             locate(entries, (int64_t)history[s * ldh + e / per] * per + e % per, &data, &sc);
-            decode(entries->format, data, sc, rows + (n + i) * KV_WIDTH);
+            decode(entries->format, data, sc, packed + have * KV_WIDTH);
         }
-        n += extra;
+        const float *rows[2] = {raw + (first - low) * KV_WIDTH, packed};
+        int64_t counts[2] = {num_raw, extra};
         for (int h = 0; h < heads; h++) {
             const float *qh = q + (r * heads + h) * KV_WIDTH;
             float *oh = out + (r * heads + h) * KV_WIDTH, top = sink[h], sum;
-            for (int64_t i = 0; i < n; i++) { p[i] = dot(qh, rows + i * KV_WIDTH, KV_WIDTH) * scale; top = fmaxf(top, p[i]); }
+            int64_t n = 0;
+            for (int list = 0; list < 2; list++)
+                for (int64_t i = 0; i < counts[list]; i++, n++) {
+                    p[n] = dot(qh, rows[list] + i * KV_WIDTH, KV_WIDTH) * scale;
+                    top = fmaxf(top, p[n]);
+                }
             sum = expf(sink[h] - top);
             for (int64_t i = 0; i < n; i++) sum += p[i] = expf(p[i] - top);
             for (int part = 0; part < KV_WIDTH; part += 128) {
                 v16 acc[8] = {{0}};
-                for (int64_t i = 0; i < n; i++)
-                    for (int j = 0; j < 8; j++) acc[j] += p[i] * *(const v16 *)(rows + i * KV_WIDTH + part + j * 16);
-                for (int j = 0; j < 8; j++)
-                    for (int l = 0; l < 16; l++) oh[part + j * 16 + l] = rounded(acc[j][l] / sum, round);
+                n = 0;
+                for (int list = 0; list < 2; list++)
+                    for (int64_t i = 0; i < counts[list]; i++, n++)
+                        for (int j = 0; j < 8; j++) acc[j] += p[n] * at(rows[list] + i * KV_WIDTH + part + j * 16);
+                for (int j = 0; j < 8; j++) store(oh + part + j * 16, acc[j] / sum, 16, round);
             }
         }
     }
-    free(rows);
+    free(raw);
+    free(packed);
     free(p);
     return 0;
 }
