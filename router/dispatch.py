@@ -1,0 +1,478 @@
+"""The shell around the decisions: sessions, the waiting queue, timers, and the sequences in flight.
+
+Turns what sessions hear into journey events and journey actions into messages. Everything runs on the event loop's
+thread; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+from ..config.tree import RouterSection
+from ..core.clock import Clock
+from ..core.errors import Draining, HeadraceError, NoWorkers, PeerLost, QueueFull
+from ..core.ids import new_incarnation
+from ..core.sampling import SamplingParams
+from ..proto.engine_convert import error_code
+from ..proto.internal.v1 import engine_pb2 as pb
+from . import journey as j
+from .metrics import RouterMetrics
+from .placement import Description, Load, PairPlan, Placement, Plan
+from .session import SessionTimes, WorkerSession, submit_message
+
+log = logging.getLogger("headrace.router.dispatch")
+
+
+@dataclass(frozen=True)
+class Output:
+    """News of one sequence: tokens in order, scored prompt tokens, or the end."""
+
+    index: int
+    tokens: tuple[j.OutToken, ...] = ()
+    scored: tuple[j.OutToken, ...] = ()
+    end: j.End | None = None
+
+
+class Inbox:
+    """What has come for one request and was not taken yet. Bounded by the request's own max_tokens."""
+
+    def __init__(self) -> None:
+        self._items: deque[Output] = deque()
+        self._wake = asyncio.Event()
+
+    def put(self, item: Output) -> None:
+        self._items.append(item)
+        self._wake.set()
+
+    async def take(self, timeout_s: float) -> list[Output]:
+        """All that is here, at least one; empty after `timeout_s` of silence."""
+        if not self._items:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return []
+        items = list(self._items)
+        self._items.clear()
+        return items
+
+
+@dataclass
+class Sequence:
+    """A journey, and who hears of it."""
+
+    journey: j.Journey
+    index: int
+    inbox: Inbox
+    request_id: str
+    cache_salt: str
+    priority: int
+    traceparent: str
+    arrived_s: float
+    order: int
+    is_waiting: bool = False
+    timer: asyncio.TimerHandle | None = None
+    armed_s: float = 0.0
+    last_token_s: float | None = None
+    num_tokens: int = 0
+
+
+@dataclass
+class _OpenLeg:
+    """A leg that a worker knows of."""
+
+    sequence: Sequence
+    address: str
+    kind: j.LegKind
+    queued_tokens: int
+    """Prompt tokens counted at the worker until its first word of them."""
+
+
+class Dispatcher:
+    """All sequences of this process, and the sessions they travel over."""
+
+    def __init__(
+        self,
+        section: RouterSection,
+        *,
+        clock: Clock,
+        metrics: RouterMetrics,
+        times: SessionTimes | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.placement = Placement(seed)
+        self.metrics = metrics
+        self._section = section
+        self._clock = clock
+        self._limits = j.JourneyLimits(
+            attempts=section.attempts, queue_s=section.queue_timeout_s, reserve_s=section.queue_timeout_s
+        )
+        incarnation = new_incarnation()
+        self._sessions = {
+            address: WorkerSession(
+                address,
+                self,
+                router_id=f"router-{incarnation:016x}",
+                router_incarnation=incarnation,
+                clock=clock,
+                times=times or SessionTimes(),
+                seed=seed,
+            )
+            for address in section.workers
+        }
+        self._tasks: list[asyncio.Task[None]] = []
+        self._leg_numbers = itertools.count(1)
+        self._orders = itertools.count()
+        self._legs: dict[int, _OpenLeg] = {}
+        self._num_waiting = 0
+        self._alive: dict[int, Sequence] = {}
+        self._queue: list[tuple[int, int, Sequence, frozenset[tuple[str, int]]]] = []
+        """Heap by priority and arrival; ended sequences are skipped when they come up."""
+        self._pump_timer: asyncio.TimerHandle | None = None
+
+    # ---- life ----
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(session.run()) for session in self._sessions.values()]
+
+    async def stop(self) -> None:
+        """End all sequences, then all sessions."""
+        self.end_all(Draining("the router is leaving"))
+        # Aborts leave before the sessions do.
+        await asyncio.sleep(0.05)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._pump_timer is not None:
+            self._pump_timer.cancel()
+
+    def end_all(self, error: HeadraceError) -> None:
+        for sequence in list(self._alive.values()):
+            self._handle(sequence, j.Cancel(error))
+
+    # ---- counts ----
+
+    @property
+    def num_alive(self) -> int:
+        return len(self._alive)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    # ---- from the edge ----
+
+    def check_capacity(self, num_sequences: int) -> None:
+        """Refuse before anything is allocated.
+
+        Raises:
+            NoWorkers: nothing could serve it.
+            QueueFull: the queue has no place for so many.
+        """
+        if not self.placement.can_serve:
+            self.metrics.rejections.labels("no_workers").inc()
+            raise NoWorkers("no workers are ready: " + "; ".join(self.placement.not_ready_reasons()))
+        if self.num_waiting + num_sequences > self._section.max_queue:
+            self.metrics.rejections.labels("queue_full").inc()
+            raise QueueFull("too many requests are waiting for a worker")
+
+    def submit(
+        self,
+        *,
+        index: int,
+        inbox: Inbox,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        deadline_s: float,
+        arrived_s: float,
+        request_id: str,
+        cache_salt: str = "",
+        priority: int = 0,
+        traceparent: str = "",
+    ) -> Sequence:
+        """Send one sequence on its way; its outputs come to `inbox` under `index`."""
+        journey = j.Journey(
+            prompt=prompt,
+            sampling=sampling,
+            deadline_s=deadline_s,
+            limits=self._limits,
+            new_leg=lambda: next(self._leg_numbers),
+        )
+        sequence = Sequence(
+            journey=journey,
+            index=index,
+            inbox=inbox,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            priority=priority,
+            traceparent=traceparent,
+            arrived_s=arrived_s,
+            order=next(self._orders),
+        )
+        self._alive[sequence.order] = sequence
+        self._do(sequence, journey.start(self._clock.now_s()))
+        return sequence
+
+    def enough(self, sequence: Sequence) -> None:
+        """The edge found a stop string."""
+        self._handle(sequence, j.Enough())
+        self._pump()
+
+    def cancel(self, sequence: Sequence, error: HeadraceError | None = None) -> None:
+        """The client is gone."""
+        if not sequence.journey.is_over:
+            self.metrics.cancellations.labels(sequence.journey.state.value).inc()
+            self._handle(sequence, j.Cancel(error) if error is not None else j.Cancel())
+            self._pump()
+
+    # ---- from sessions ----
+
+    def worker_up(self, description: Description) -> None:
+        self.placement.up(description)
+        self._pump()
+
+    def worker_down(self, address: str, error: HeadraceError) -> None:
+        self.placement.down(address)
+        for number, leg in list(self._legs.items()):
+            if leg.address == address and number in self._legs:
+                self.metrics.leg_failures.labels(leg.kind.value, error_code(error)).inc()
+                self._handle(leg.sequence, j.LegLost(number, error))
+                self._forget(number)
+        self._pump()
+
+    def worker_load(self, address: str, load: Load) -> None:
+        self.placement.report(address, load)
+        self._pump()
+
+    def worker_said(self, address: str, reports: list[tuple[int, j.LegReport]]) -> None:
+        for number, report in reports:
+            leg = self._legs.get(number)
+            if leg is None or leg.address != address:
+                self.metrics.stale.inc(len(report.tokens))
+                continue
+            if report.tokens:
+                self._computed(leg)
+            if report.reserved_tokens is not None or report.tokens:
+                self.placement.accepted(address)
+            if report.failed is not None:
+                self.metrics.leg_failures.labels(leg.kind.value, error_code(report.failed)).inc()
+            if report.transferred is not None:
+                self._count_transfer(report.transferred)
+            self._handle(leg.sequence, j.LegSaid(number, report))
+            if report.finished is not None or report.failed is not None:
+                # A leg of an earlier attempt, or of a sequence that is over: the journey has no more to say of it.
+                self._forget(number)
+        self._pump()
+
+    # ---- decisions into deeds ----
+
+    def _handle(self, sequence: Sequence, event: j.Event) -> None:
+        journey = sequence.journey
+        before = journey.attempt, journey.stats.num_migrations
+        actions = journey.handle(event, self._clock.now_s())
+        if before[0] != journey.attempt:
+            self._count_retry(sequence, event, migrated=before[1] != journey.stats.num_migrations)
+        self._do(sequence, actions)
+
+    def _do(self, sequence: Sequence, actions: list[j.Action]) -> None:
+        for action in actions:
+            if isinstance(action, j.Deliver):
+                self._deliver(sequence, action)
+            elif isinstance(action, j.OpenLeg):
+                self._open(sequence, action)
+            elif isinstance(action, j.AbortLeg):
+                self._abort(action.leg)
+            elif isinstance(action, j.CloseLeg):
+                self._close(action)
+            elif isinstance(action, j.Score):
+                sequence.inbox.put(Output(sequence.index, scored=action.tokens))
+            elif isinstance(action, j.Place):
+                self._enqueue(sequence, action)
+            else:
+                self._end(sequence, action)
+        self._arm(sequence)
+
+    def _enqueue(self, sequence: Sequence, action: j.Place) -> None:
+        self._set_waiting(sequence, True)
+        heapq.heappush(self._queue, (sequence.priority, sequence.order, sequence, action.avoid))
+        # Not from here: the journey may have more to say in this very step.
+        asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Place those who wait, in order, as long as there is room."""
+        while self._queue:
+            _, _, sequence, avoid = self._queue[0]
+            if sequence.is_waiting:
+                now_s = self._clock.now_s()
+                plan = self.placement.pick(avoid, now_s)
+                if plan is None:
+                    self._pump_later(now_s)
+                    return
+            heapq.heappop(self._queue)
+            if sequence.is_waiting:
+                assert plan is not None
+                self._set_waiting(sequence, False)
+                self._count_decision(sequence, plan)
+                self._handle(sequence, j.Placed(plan))
+
+    def _pump_later(self, now_s: float) -> None:
+        """A pause after a refusal ends by itself; all else that makes room is heard."""
+        until_s = min((w.paused_until_s for w in self.placement.workers if w.paused_until_s > now_s), default=None)
+        if until_s is None:
+            return
+        if self._pump_timer is not None:
+            self._pump_timer.cancel()
+        self._pump_timer = asyncio.get_running_loop().call_later(until_s - now_s + 0.001, self._pump)
+
+    def _set_waiting(self, sequence: Sequence, waiting: bool) -> None:
+        self._num_waiting += waiting - sequence.is_waiting
+        sequence.is_waiting = waiting
+
+    def _open(self, sequence: Sequence, action: j.OpenLeg) -> None:
+        address = action.worker.address
+        computes = 0 if action.kind is j.LegKind.GENERATE else len(action.prompt)
+        self._legs[action.leg] = _OpenLeg(sequence, address, action.kind, computes)
+        self.placement.opened(address, computes)
+        submit = submit_message(
+            action,
+            request_id=sequence.request_id,
+            cache_salt=sequence.cache_salt,
+            priority=sequence.priority,
+            traceparent=sequence.traceparent,
+        )
+        if not self._sessions[address].send(pb.RouterMessage(submit=submit)):
+            lost = j.LegLost(action.leg, PeerLost("the worker is not connected"))
+            asyncio.get_running_loop().call_soon(self._lose, sequence, lost)
+
+    def _lose(self, sequence: Sequence, lost: j.LegLost) -> None:
+        self._handle(sequence, lost)
+        self._forget(lost.leg)
+        self._pump()
+
+    def _abort(self, number: int) -> None:
+        leg = self._legs.get(number)
+        if leg is not None:
+            self._sessions[leg.address].send(pb.RouterMessage(abort=pb.Abort(leg=number)))
+            self._forget(number)
+
+    def _close(self, action: j.CloseLeg) -> None:
+        leg = self._legs.get(action.leg)
+        if leg is not None and action.refused:
+            self.placement.refused(leg.address, self._clock.now_s())
+        self._forget(action.leg)
+
+    def _forget(self, number: int) -> None:
+        leg = self._legs.pop(number, None)
+        if leg is not None:
+            self._computed(leg)
+            self.placement.closed(leg.address)
+
+    def _computed(self, leg: _OpenLeg) -> None:
+        if leg.queued_tokens:
+            self.placement.computed(leg.address, leg.queued_tokens)
+            leg.queued_tokens = 0
+
+    def _deliver(self, sequence: Sequence, action: j.Deliver) -> None:
+        now_s = self._clock.now_s()
+        path = sequence.journey.stats.path
+        count = len(action.tokens)
+        if sequence.last_token_s is None:
+            self.metrics.ttft.labels(path).observe(now_s - sequence.arrived_s)
+        else:
+            gap_s = (now_s - sequence.last_token_s) / count
+            if sequence.num_tokens == 1:
+                self.metrics.second_token.labels(path).observe(gap_s)
+            for _ in range(count):
+                self.metrics.itl.labels(path).observe(gap_s)
+        sequence.last_token_s = now_s
+        sequence.num_tokens += count
+        self.metrics.generation_tokens.inc(count)
+        sequence.inbox.put(Output(sequence.index, tokens=action.tokens))
+
+    def _end(self, sequence: Sequence, action: j.End) -> None:
+        self._set_waiting(sequence, False)
+        self._alive.pop(sequence.order, None)
+        journey = sequence.journey
+        stats = journey.stats
+        now_s = self._clock.now_s()
+        self.metrics.e2e.labels(stats.path).observe(now_s - sequence.arrived_s)
+        self.metrics.stale.inc(stats.stale_tokens)
+        if stats.placed_s is not None:
+            self.metrics.queue_time.observe(stats.placed_s - sequence.arrived_s)
+        if stats.prefill_s:
+            self.metrics.prefill_time.labels(stats.path).observe(stats.prefill_s)
+        self.metrics.cached_tokens.inc(stats.cached_tokens)
+        if action.reason is not None:
+            self.metrics.finished.labels(action.reason.value).inc()
+        if action.state is j.State.SHED and action.error is not None:
+            self.metrics.rejections.labels(error_code(action.error)).inc()
+        log.debug(
+            "event=sequence_end request_id=%s choice=%d state=%s tokens=%d attempts=%d error=%r",
+            sequence.request_id, sequence.index, action.state.value, sequence.num_tokens, journey.attempt + 1,
+            str(action.error) if action.error is not None else None,
+        )  # fmt: skip
+        sequence.inbox.put(Output(sequence.index, end=action))
+
+    # ---- time ----
+
+    def _arm(self, sequence: Sequence) -> None:
+        """Have a timer that fires no later than the journey needs; it may fire early and then does nothing."""
+        journey = sequence.journey
+        if journey.is_over:
+            if sequence.timer is not None:
+                sequence.timer.cancel()
+                sequence.timer = None
+            return
+        if sequence.timer is not None:
+            if sequence.armed_s <= journey.due_s:
+                return
+            sequence.timer.cancel()
+        sequence.armed_s = journey.due_s
+        delay_s = max(journey.due_s - self._clock.now_s(), 0.0)
+        sequence.timer = asyncio.get_running_loop().call_later(delay_s, self._fire, sequence)
+
+    def _fire(self, sequence: Sequence) -> None:
+        sequence.timer = None
+        self._handle(sequence, j.Timer(can_serve=self.placement.can_serve))
+        self._pump()
+
+    # ---- what is counted ----
+
+    def refresh_gauges(self) -> None:
+        """Bring the gauges up to date; called before they are read."""
+        self.metrics.running.labels("router").set(self.num_alive - self.num_waiting)
+        self.metrics.waiting.labels("router").set(self.num_waiting)
+        self.metrics.workers.clear()
+        for worker in self.placement.workers:
+            self.metrics.workers.labels(worker.description.role.value, worker.state).inc()
+
+    def _count_decision(self, sequence: Sequence, plan: Plan) -> None:
+        reason = "first" if sequence.journey.attempt == 0 else "again"
+        self.metrics.decisions.labels(reason, "pair" if isinstance(plan, PairPlan) else "local").inc()
+
+    def _count_transfer(self, transferred: j.Transferred) -> None:
+        transport = transferred.transport
+        self.metrics.transfer_time.labels(transport).observe(transferred.seconds)
+        self.metrics.transfer_tail.labels(transport).observe(transferred.tail_seconds)
+        self.metrics.transfer_bytes.labels(transport).inc(transferred.num_bytes)
+        self.metrics.transfer_pages.labels(transport).inc(transferred.num_pages)
+
+    def _count_retry(self, sequence: Sequence, event: j.Event, migrated: bool) -> None:
+        error: BaseException | None = None
+        if isinstance(event, j.LegLost):
+            error = event.error
+        elif isinstance(event, j.LegSaid):
+            error = event.report.failed
+        reason = error_code(error) if error is not None else "stalled"
+        (self.metrics.migrations if migrated else self.metrics.retries).labels(reason).inc()
+        log.info(
+            "event=%s request_id=%s choice=%d attempt=%d tokens=%d reason=%s",
+            "migrate" if migrated else "retry", sequence.request_id, sequence.index, sequence.journey.attempt,
+            sequence.num_tokens, reason,
+        )  # fmt: skip

@@ -1,0 +1,176 @@
+"""One accepted request: its sequences, what they say, and their end. HTTP and gRPC are two readers of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from ..core.clock import Clock
+from ..core.errors import HeadraceError
+from ..core.sampling import TokenLogprobs
+from .answer import ChoiceAnswer, Delta
+from .dispatch import Dispatcher, Inbox, Sequence
+from .journey import JourneyStats
+from .request import Bounds, Draft, Request, settle
+from .served_model import ServedModel
+from .tokenizer import TokenizerPool
+
+
+@dataclass
+class Usage:
+    """Sums over prompts and choices; a prompt counts once whatever n."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass
+class Update:
+    """News of one choice."""
+
+    choice: int
+    delta: Delta = field(default_factory=Delta)
+    finished: bool = False
+    """The choice is complete; its answer says how."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What every surface works with."""
+
+    model: ServedModel
+    pool: TokenizerPool
+    dispatcher: Dispatcher
+    clock: Clock
+    default_max_tokens: int
+    strict_fields: bool
+    request_timeout_s: float
+    max_model_len: int
+    """From settings; 0: what checkpoint and workers allow."""
+
+    def bounds(self) -> Bounds:
+        """What requests are checked against right now."""
+        placement = self.dispatcher.placement
+        limits = [self.max_model_len, self.model.max_position, placement.max_model_len]
+        return Bounds(
+            max_model_len=min((limit for limit in limits if limit), default=1 << 20),
+            max_prompt_tokens=placement.max_prompt_tokens,
+            default_max_tokens=self.default_max_tokens,
+            strict_fields=self.strict_fields,
+            timeout_s=self.request_timeout_s,
+        )
+
+    async def open(self, draft: Draft, arrived_s: float) -> Generation:
+        """Tokenise, check lengths and capacity, and send the sequences on their way.
+
+        Raises:
+            HeadraceError: refused; nothing was allocated.
+        """
+        request = await settle(draft, self.model, self.bounds(), self.pool)
+        self.dispatcher.check_capacity(request.num_choices)
+        return Generation(request, self, arrived_s)
+
+
+class Generation:
+    """A request in flight. Leaving its context cancels what still runs."""
+
+    def __init__(self, request: Request, edge: Edge, arrived_s: float) -> None:
+        self.request = request
+        self.answers = [ChoiceAnswer(request, edge.model, choice) for choice in range(request.num_choices)]
+        self.prompt_logprobs: list[dict[int, tuple[int, TokenLogprobs]]] = [{} for _ in request.prompts]
+        """By prompt: position to (token, log-probabilities)."""
+        self._edge = edge
+        self._inbox = Inbox()
+        self._open = set(range(request.num_choices))
+        deadline_s = arrived_s + min(request.timeout_s, edge.request_timeout_s)
+        self.sequences: list[Sequence] = [
+            edge.dispatcher.submit(
+                index=choice,
+                inbox=self._inbox,
+                prompt=request.prompts[choice // request.n].ids,
+                sampling=request.sampling_of(choice),
+                deadline_s=deadline_s,
+                arrived_s=arrived_s,
+                request_id=request.request_id,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                traceparent=request.traceparent,
+            )
+            for choice in range(request.num_choices)
+        ]
+        edge.dispatcher.metrics.prompt_tokens.inc(sum(len(prompt.ids) for prompt in request.prompts))
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sequence in self.sequences:
+            self._edge.dispatcher.cancel(sequence)
+
+    def cancel(self, error: HeadraceError) -> None:
+        """End what still runs; readers get `error`."""
+        for sequence in self.sequences:
+            self._edge.dispatcher.cancel(sequence, error)
+
+    @property
+    def stats(self) -> JourneyStats:
+        """Of the first sequence, for timings."""
+        return self.sequences[0].journey.stats
+
+    def usage(self) -> Usage:
+        """So far."""
+        request = self.request
+        return Usage(
+            prompt_tokens=sum(len(prompt.ids) for prompt in request.prompts),
+            completion_tokens=sum(answer.num_tokens for answer in self.answers),
+            cached_tokens=sum(
+                self.sequences[index * request.n].journey.stats.cached_tokens for index in range(len(request.prompts))
+            ),
+            reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),
+        )
+
+    async def updates(self, idle_s: float) -> AsyncIterator[list[Update]]:
+        """What is new, step by step, until every choice is complete; an empty list after `idle_s` of silence.
+
+        Raises:
+            HeadraceError: a sequence ended badly; the whole request has.
+        """
+        while self._open:
+            outputs = await self._inbox.take(idle_s)
+            updates: dict[int, Update] = {}
+            for output in outputs:
+                choice = output.index
+                if output.scored:
+                    into = self.prompt_logprobs[choice // self.request.n]
+                    for token in output.scored:
+                        if token.logprobs is not None:
+                            into[token.index] = (token.id, token.logprobs)
+                if choice not in self._open:
+                    continue
+                update = updates.setdefault(choice, Update(choice))
+                answer = self.answers[choice]
+                if output.tokens:
+                    self._join(update.delta, answer.feed(output.tokens))
+                    if answer.finish is not None:
+                        self._edge.dispatcher.enough(self.sequences[choice])
+                if output.end is not None and answer.finish is None:
+                    if output.end.reason is None:
+                        raise output.end.error or HeadraceError("a sequence ended without an outcome")
+                    self._join(update.delta, answer.end(output.end))
+                if answer.finish is not None:
+                    update.finished = True
+                    self._open.discard(choice)
+            yield [
+                update for update in updates.values() if update.delta.tokens or update.delta.pieces or update.finished
+            ]
+
+    @staticmethod
+    def _join(into: Delta, more: Delta) -> None:
+        for piece in more.pieces:
+            into.add(piece)
+        into.tokens.extend(more.tokens)

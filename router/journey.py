@@ -1,0 +1,678 @@
+"""One sequence's way through the cluster: legs, attempts, migration, and exactly one end.
+
+Decides without I/O: `handle(event, now_s) -> actions`. The first token comes from the PREFILL (or LOCAL) leg, the
+GENERATE leg continues behind it; tokens are delivered in order of their output index, doubles are dropped, a gap within
+a leg is a fault of the worker. What was delivered is the journal: a lost decode worker is replaced by submitting prompt
+and journal again, and since draws depend on the output index alone, the stream goes on as if nothing had happened.
+Knows legs and workers by name; not sockets, not text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from ..core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HeadraceError,
+    NoWorkers,
+    PeerError,
+    PeerLost,
+    QueueFull,
+    Remedy,
+    TransferFailed,
+)
+from ..core.ids import TransferId, new_transfer_id
+from ..core.sampling import FinishReason, SamplingParams, TokenLogprobs
+from .placement import LocalPlan, PairPlan, Plan, WorkerRef
+
+
+class State(Enum):
+    """Where a sequence stands."""
+
+    PLANNED = "planned"
+    """Waiting for workers."""
+    RESERVING = "reserving"
+    """Legs are open; the decode worker has not taken its credits yet."""
+    PREFILLING = "prefilling"
+    STREAMING = "streaming"
+    MIGRATING = "migrating"
+    """Some tokens were delivered, and the workers that made them are lost."""
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    SHED = "shed"
+
+
+class Move(Enum):
+    """What can happen to a sequence, as the table sees it."""
+
+    PLACED = "placed"
+    RESERVED = "reserved"
+    TOKEN = "token"
+    DEFER = "defer"
+    """A worker has no room now; costs no attempt."""
+    RETRY = "retry"
+    MIGRATE = "migrate"
+    FINISH = "finish"
+    GIVE_UP = "give_up"
+    SHED = "shed"
+    CANCEL = "cancel"
+
+
+S, M = State, Move
+
+NEXT: Mapping[State, Mapping[Move, State]] = {
+    S.PLANNED: {M.PLACED: S.RESERVING, M.SHED: S.SHED, M.CANCEL: S.CANCELLED},
+    S.RESERVING: {
+        M.RESERVED: S.PREFILLING,
+        # The reservation and the first token travel over different sessions: the token may come first.
+        M.TOKEN: S.STREAMING,
+        M.DEFER: S.PLANNED,
+        M.RETRY: S.PLANNED,
+        M.GIVE_UP: S.FAILED,
+        M.CANCEL: S.CANCELLED,
+    },
+    S.PREFILLING: {
+        M.RESERVED: S.PREFILLING,
+        M.TOKEN: S.STREAMING,
+        M.DEFER: S.PLANNED,
+        M.RETRY: S.PLANNED,
+        M.GIVE_UP: S.FAILED,
+        M.CANCEL: S.CANCELLED,
+    },
+    S.STREAMING: {
+        M.RESERVED: S.STREAMING,
+        M.TOKEN: S.STREAMING,
+        M.MIGRATE: S.MIGRATING,
+        M.FINISH: S.DONE,
+        M.GIVE_UP: S.FAILED,
+        M.CANCEL: S.CANCELLED,
+    },
+    S.MIGRATING: {
+        M.PLACED: S.MIGRATING,
+        M.RESERVED: S.MIGRATING,
+        M.TOKEN: S.STREAMING,
+        M.DEFER: S.MIGRATING,
+        M.MIGRATE: S.MIGRATING,
+        M.SHED: S.FAILED,
+        # A stop string may be found in what was delivered before the loss.
+        M.FINISH: S.DONE,
+        M.GIVE_UP: S.FAILED,
+        M.CANCEL: S.CANCELLED,
+    },
+    # After the end everything is late, and harmless.
+    **{end: dict.fromkeys(Move, end) for end in (S.DONE, S.FAILED, S.CANCELLED, S.SHED)},
+}
+
+ENDS = frozenset({S.DONE, S.FAILED, S.CANCELLED, S.SHED})
+
+
+class LegKind(Enum):
+    """What a worker is asked for."""
+
+    GENERATE = "generate"
+    PREFILL = "prefill"
+    LOCAL = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class OutToken:
+    """One output token as a worker said it."""
+
+    index: int
+    id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """How the pages of one attempt travelled."""
+
+    num_bytes: int
+    num_segments: int
+    num_pages: int
+    seconds: float
+    tail_seconds: float
+    transport: str
+
+
+@dataclass(frozen=True)
+class LegFinished:
+    """A leg ended well; `reason` None is a PREFILL whose pages were taken."""
+
+    reason: FinishReason | None
+    stop_token_id: int | None = None
+    prefill_s: float = 0.0
+    computed_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegReport:
+    """What one step of a worker says about one leg."""
+
+    reserved_tokens: int | None = None
+    started: tuple[int, float] | None = None
+    """(cached tokens, seconds in the worker's queue)"""
+    tokens: tuple[OutToken, ...] = ()
+    scored: tuple[OutToken, ...] = ()
+    """Prompt tokens with log-probabilities; `index` is the prompt position."""
+    transferred: Transferred | None = None
+    finished: LegFinished | None = None
+    failed: HeadraceError | None = None
+
+
+# ---- events ----
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Workers were chosen."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """No worker will be chosen."""
+
+    error: HeadraceError
+
+
+@dataclass(frozen=True)
+class LegSaid:
+    leg: int
+    report: LegReport
+
+
+@dataclass(frozen=True)
+class LegLost:
+    """The session of a leg's worker ended."""
+
+    leg: int
+    error: HeadraceError
+
+
+@dataclass(frozen=True)
+class Enough:
+    """The router needs no more tokens: a stop string was found."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The client is gone, or this process leaves."""
+
+    error: HeadraceError = field(default_factory=lambda: Cancelled("the client has left"))
+
+
+@dataclass(frozen=True)
+class Timer:
+    """`due_s` has come."""
+
+    can_serve: bool = True
+    """Whether any workers could take a request if they had room."""
+
+
+Event: TypeAlias = Placed | Unplaced | LegSaid | LegLost | Enough | Cancel | Timer
+
+# ---- actions ----
+
+
+@dataclass(frozen=True)
+class Place:
+    """Choose workers, now or when there is room; avoid these if others can do it."""
+
+    avoid: frozenset[tuple[str, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenLeg:
+    leg: int
+    kind: LegKind
+    worker: WorkerRef
+    attempt: int
+    transfer_id: TransferId
+    holder: WorkerRef | None
+    prompt: tuple[int, ...]
+    num_output_tokens: int
+    """How many ids at the end of `prompt` were delivered earlier."""
+    sampling: SamplingParams
+    """max_tokens and min_tokens count from here on."""
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class AbortLeg:
+    leg: int
+
+
+@dataclass(frozen=True)
+class CloseLeg:
+    """A leg has ended by itself; its worker has room again. `refused`: it had none for this leg."""
+
+    leg: int
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """Tokens in order, none twice."""
+
+    tokens: tuple[OutToken, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-probabilities of prompt tokens."""
+
+    tokens: tuple[OutToken, ...]
+
+
+@dataclass(frozen=True)
+class End:
+    """The one terminal reply of the sequence."""
+
+    state: State
+    reason: FinishReason | None
+    stop_token_id: int | None
+    error: HeadraceError | None
+
+
+Action: TypeAlias = Place | OpenLeg | AbortLeg | CloseLeg | Deliver | Score | End
+
+
+@dataclass(frozen=True, kw_only=True)
+class JourneyLimits:
+    """Bounds on what one sequence may cost."""
+
+    attempts: int = 3
+    migrations: int = 2
+    queue_s: float = 30.0
+    reserve_s: float = 30.0
+    """A decode worker has this long to take its credits; its own queue is part of it."""
+    stall_s: float = 60.0
+    """No token for this long while streaming: the worker is given up."""
+
+
+@dataclass
+class JourneyStats:
+    """What happened, for usage, metrics and the log."""
+
+    cached_tokens: int = 0
+    worker_queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transferred: Transferred | None = None
+    path: str = ""
+    """pair or local, of the last attempt."""
+    stale_tokens: int = 0
+    num_migrations: int = 0
+    placed_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+
+@dataclass
+class _Leg:
+    kind: LegKind
+    worker: WorkerRef
+    next_index: int | None = None
+    """Output index that this leg must say next; None before its first token."""
+    is_open: bool = True
+
+
+class Journey:
+    """The state of one sequence."""
+
+    def __init__(
+        self,
+        *,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        deadline_s: float,
+        limits: JourneyLimits,
+        new_leg: Callable[[], int],
+        new_transfer: Callable[[], TransferId] = new_transfer_id,
+    ) -> None:
+        """
+        Args:
+            deadline_s: when the whole request must have ended, on the clock of `now_s`.
+            new_leg: draws leg numbers; never the same twice in this process.
+        """
+        self.prompt = prompt
+        self.sampling = sampling
+        self.state = State.PLANNED
+        self.stats = JourneyStats()
+        self.attempt = 0
+        self.emitted: list[int] = []
+        self._deadline_s = deadline_s
+        self._limits = limits
+        self._new_leg = new_leg
+        self._new_transfer = new_transfer
+        self._legs: dict[int, _Leg] = {}
+        self._pending: dict[int, OutToken] = {}
+        """Tokens of the GENERATE leg that came before the first one, which comes over another session."""
+        self._base = 0
+        """Tokens delivered before this attempt."""
+        self._finished: LegFinished | None = None
+        self._avoid: set[tuple[str, int]] = set()
+        self._failures = 0
+        self._due_s = deadline_s
+        self._queue_until_s = deadline_s
+        """Waiting for room ends here; a refusal does not begin it anew."""
+        self._actions: list[Action] = []
+        self._stop_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else frozenset(sampling.eos_token_ids)
+        )
+
+    @property
+    def due_s(self) -> float:
+        """When `Timer` must be handled at the latest."""
+        return self._due_s
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ENDS
+
+    @property
+    def open_legs(self) -> list[int]:
+        return [number for number, leg in self._legs.items() if leg.is_open]
+
+    def start(self, now_s: float) -> list[Action]:
+        """The first actions."""
+        self._queue_until_s = now_s + self._limits.queue_s
+        self._set_due(self._queue_until_s)
+        return [Place(frozenset())]
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        if self.is_over:
+            return []
+        if isinstance(event, LegSaid):
+            self._leg_said(event, now_s)
+        elif isinstance(event, LegLost):
+            self._leg_lost(event, now_s)
+        elif isinstance(event, Placed):
+            self._placed(event.plan, now_s)
+        elif isinstance(event, Unplaced):
+            self._end(Move.SHED, error=event.error)
+        elif isinstance(event, Enough):
+            self._end(Move.FINISH, reason=FinishReason.STOP)
+        elif isinstance(event, Cancel):
+            self._end(Move.CANCEL, error=event.error)
+        else:
+            self._timer(event, now_s)
+        actions, self._actions = self._actions, []
+        return actions
+
+    # ---- opening legs ----
+
+    def _placed(self, plan: Plan, now_s: float) -> None:
+        self._move(Move.PLACED)
+        self.stats.placed_s = self.stats.placed_s or now_s
+        self._base = len(self.emitted)
+        transfer = self._new_transfer()
+        if isinstance(plan, PairPlan):
+            self.stats.path = "pair"
+            self._open(LegKind.GENERATE, plan.decode, transfer, plan.prefill, now_s)
+            self._open(LegKind.PREFILL, plan.prefill, transfer, None, now_s)
+        else:
+            assert isinstance(plan, LocalPlan)
+            self.stats.path = "local"
+            self._open(LegKind.LOCAL, plan.worker, transfer, None, now_s)
+        self._set_due(now_s + self._limits.reserve_s)
+
+    def _open(
+        self, kind: LegKind, worker: WorkerRef, transfer: TransferId, holder: WorkerRef | None, now_s: float
+    ) -> None:
+        number = self._new_leg()
+        self._legs[number] = _Leg(kind, worker)
+        self._actions.append(
+            OpenLeg(
+                leg=number,
+                kind=kind,
+                worker=worker,
+                attempt=self.attempt,
+                transfer_id=transfer,
+                holder=holder,
+                prompt=(*self.prompt, *self.emitted),
+                num_output_tokens=len(self.emitted),
+                sampling=self._remaining_sampling(),
+                timeout_s=max(self._deadline_s - now_s - 0.05, 0.05),
+            )
+        )
+
+    def _remaining_sampling(self) -> SamplingParams:
+        done = len(self.emitted)
+        if not done:
+            return self.sampling
+        return dataclasses.replace(
+            self.sampling,
+            max_tokens=self.sampling.max_tokens - done,
+            min_tokens=max(self.sampling.min_tokens - done, 0),
+            prompt_logprobs=None,
+        )
+
+    # ---- what legs say ----
+
+    def _leg_said(self, event: LegSaid, now_s: float) -> None:
+        leg = self._legs.get(event.leg)
+        report = event.report
+        if leg is None:
+            self.stats.stale_tokens += len(report.tokens)
+            return
+        if report.reserved_tokens is not None and leg.kind is not LegKind.PREFILL:
+            self._move(Move.RESERVED)
+            self._set_due(now_s + self._limits.stall_s if self.state is State.STREAMING else self._deadline_s)
+        if report.started is not None and self._base == 0:
+            self.stats.cached_tokens, self.stats.worker_queue_s = report.started
+        if report.scored and self._base == 0:
+            self._actions.append(Score(report.scored))
+        if report.tokens and not self._tokens(event.leg, leg, report.tokens, now_s):
+            return
+        if report.transferred is not None:
+            self.stats.transferred = report.transferred
+        if report.finished is not None:
+            self._leg_finished(event.leg, leg, report.finished, now_s)
+        elif report.failed is not None:
+            leg.is_open = False
+            refused = report.failed.remedy is Remedy.LATER
+            self._actions.append(CloseLeg(event.leg, refused=refused))
+            self._leg_failed(leg, report.failed, now_s)
+        if not self.is_over:
+            self._check_end()
+
+    def _tokens(self, number: int, leg: _Leg, tokens: tuple[OutToken, ...], now_s: float) -> bool:
+        """Take in a leg's tokens; False if it broke the rules and the attempt is over."""
+        out: list[OutToken] = []
+        for token in tokens:
+            if self._has_ended:
+                break
+            if leg.next_index is None:
+                first = self._base + 1 if leg.kind is LegKind.GENERATE else self._base
+                in_order = token.index == first or (leg.kind is LegKind.GENERATE and token.index == self._base)
+            else:
+                in_order = token.index == leg.next_index
+            if not in_order:
+                # Doubles within a leg are as wrong as gaps, but harmless.
+                if leg.next_index is not None and token.index < leg.next_index:
+                    self.stats.stale_tokens += 1
+                    continue
+                self._deliver(out, now_s)
+                self._actions.append(AbortLeg(number))
+                leg.is_open = False
+                self._leg_failed(leg, PeerLost(f"output index {token.index} where another was due"), now_s)
+                return False
+            leg.next_index = token.index + 1
+            next_index = len(self.emitted)
+            if token.index < next_index:
+                self.stats.stale_tokens += 1
+            elif token.index > next_index:
+                self._pending[token.index] = token
+            else:
+                self._take(token, out)
+        self._deliver(out, now_s)
+        return True
+
+    def _take(self, token: OutToken | None, out: list[OutToken]) -> None:
+        """Append `token` and all that waited for it, up to the one that ends the request."""
+        while token is not None and not self._has_ended:
+            out.append(token)
+            self.emitted.append(token.id)
+            token = self._pending.pop(len(self.emitted), None)
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the journal itself says that the request is complete."""
+        emitted = self.emitted
+        return bool(emitted) and (emitted[-1] in self._stop_ids or len(emitted) >= self.sampling.max_tokens)
+
+    def _deliver(self, out: list[OutToken], now_s: float) -> None:
+        if not out:
+            return
+        self._move(Move.TOKEN)
+        self.stats.first_token_s = self.stats.first_token_s or now_s
+        self.stats.last_token_s = now_s
+        self._actions.append(Deliver(tuple(out)))
+        self._set_due(now_s + self._limits.stall_s)
+
+    def _leg_finished(self, number: int, leg: _Leg, finished: LegFinished, now_s: float) -> None:
+        leg.is_open = False
+        self._actions.append(CloseLeg(number))
+        if leg.kind is not LegKind.GENERATE and self._base == 0:
+            self.stats.prefill_s = finished.prefill_s
+        if leg.kind is LegKind.PREFILL:
+            if len(self.emitted) == self._base:
+                self._leg_failed(leg, PeerLost("the prefill ended without its token"), now_s)
+            elif finished.reason is not None:
+                self._finished = finished
+        elif finished.reason is None or not self._token_expected:
+            self._leg_failed(leg, PeerLost("the worker ended the request without a reason or a token"), now_s)
+        else:
+            self._finished = finished
+
+    @property
+    def _token_expected(self) -> bool:
+        """A token of this attempt was said, or its prefill may still say it."""
+        said = len(self.emitted) > self._base or bool(self._pending)
+        return said or any(leg.kind is LegKind.PREFILL and leg.is_open for leg in self._legs.values())
+
+    def _check_end(self) -> None:
+        """End when the journal or a worker says so and every token said was delivered."""
+        if self._has_ended:
+            last = self.emitted[-1]
+            if last in self._stop_ids:
+                eos = last in self.sampling.eos_token_ids and last not in self.sampling.stop_token_ids
+                self._end(Move.FINISH, reason=FinishReason.STOP, stop_token_id=None if eos else last)
+            else:
+                self._end(Move.FINISH, reason=FinishReason.LENGTH)
+        elif self._finished is not None and not self._pending and len(self.emitted) > self._base:
+            self._end(Move.FINISH, reason=self._finished.reason, stop_token_id=self._finished.stop_token_id)
+
+    # ---- failure ----
+
+    def _leg_lost(self, event: LegLost, now_s: float) -> None:
+        leg = self._legs.get(event.leg)
+        if leg is None or not leg.is_open:
+            return
+        leg.is_open = False
+        self._actions.append(CloseLeg(event.leg))
+        self._leg_failed(leg, event.error, now_s)
+
+    def _leg_failed(self, leg: _Leg, error: HeadraceError, now_s: float) -> None:
+        """One leg ended badly: ignore, try again, resume, or give up."""
+        if leg.kind is LegKind.PREFILL and len(self.emitted) > self._base:
+            # The decode worker alone knows whether it has all.
+            return
+        if self._has_ended:
+            return
+        if error.remedy in (Remedy.CHANGE_REQUEST, Remedy.FIX_CONFIG):
+            self._end(Move.GIVE_UP, error=error)
+            return
+        self._avoid.add(leg.worker.life)
+        if isinstance(error, TransferFailed):
+            self._avoid.update(other.worker.life for other in self._legs.values())
+        for number, other in self._legs.items():
+            if other.is_open:
+                self._actions.append(AbortLeg(number))
+        self._legs.clear()
+        self._pending.clear()
+        self._finished = None
+        self.attempt += 1
+        if error.remedy is Remedy.LATER and self.state is not State.STREAMING:
+            self._move(Move.DEFER)
+            self._replan()
+            return
+        self._queue_until_s = now_s + self._limits.queue_s
+        self._failures += 1
+        if not self.emitted:
+            if self._failures >= self._limits.attempts:
+                self._end(Move.GIVE_UP, error=_as_peer_error(error))
+                return
+            self._move(Move.RETRY)
+        else:
+            self.stats.num_migrations += 1
+            if self.stats.num_migrations > self._limits.migrations:
+                self._end(Move.GIVE_UP, error=_as_peer_error(error))
+                return
+            self._move(Move.MIGRATE)
+        self._replan()
+
+    def _replan(self) -> None:
+        self._actions.append(Place(frozenset(self._avoid)))
+        self._set_due(self._queue_until_s)
+
+    # ---- time ----
+
+    def _set_due(self, due_s: float) -> None:
+        self._due_s = min(due_s, self._deadline_s)
+
+    def _timer(self, event: Timer, now_s: float) -> None:
+        if now_s >= self._deadline_s:
+            self._end(Move.CANCEL, error=DeadlineExceeded("the request's deadline has passed"))
+        elif now_s < self._due_s:
+            return
+        elif not self._legs:
+            error = QueueFull("no worker had room in time") if event.can_serve else NoWorkers("no worker is ready")
+            self._end(Move.SHED, error=error)
+        else:
+            kind = {leg.kind: leg for leg in self._legs.values()}
+            slow = kind.get(LegKind.GENERATE) or kind[LegKind.LOCAL]
+            if self.state is State.STREAMING:
+                self._leg_failed(slow, PeerLost("the worker makes no progress"), now_s)
+            else:
+                self._leg_failed(slow, QueueFull("no worker took the request in time"), now_s)
+
+    # ---- the end ----
+
+    def _move(self, move: Move) -> None:
+        following = NEXT[self.state].get(move)
+        assert following is not None, f"{move} in {self.state}"
+        self.state = following
+
+    def _end(
+        self,
+        move: Move,
+        *,
+        reason: FinishReason | None = None,
+        stop_token_id: int | None = None,
+        error: HeadraceError | None = None,
+    ) -> None:
+        assert not self.is_over
+        self._move(move)
+        for number, leg in self._legs.items():
+            # A prefill whose pages are taken ends by itself a moment later.
+            taken = leg.kind is LegKind.PREFILL and self.state is State.DONE and self.stats.transferred is not None
+            if leg.is_open and not taken:
+                leg.is_open = False
+                self._actions.append(AbortLeg(number))
+        self._actions.append(End(self.state, reason, stop_token_id, error))
+
+
+def _as_peer_error(error: HeadraceError) -> HeadraceError:
+    """What is told when the attempts are used up."""
+    if isinstance(error, PeerError):
+        return error
+    return PeerLost(str(error))
