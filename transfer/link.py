@@ -358,7 +358,8 @@ class Links:
         if not self._agents <= known | self._leaving:
             wrong.append(f"links: the driver knows {sorted(self._agents)}, nobody uses all of them")
         for buffer in self._buffers.buffers:
-            if buffer.agent is not None and buffer.agent not in self._agents:
+            runs = buffer.phase in (LandingPhase.READING, LandingPhase.HELD)
+            if runs and buffer.agent not in self._agents:
                 wrong.append(f"links: buffer {buffer.index} reads from an agent that was removed")
         return wrong
 

@@ -51,6 +51,8 @@ class _Read:
     note: bytes
     state: ReadState = ReadState.PROC
     hangs: bool = False
+    landed: bool = False
+    """All of its bytes have."""
     corrupts: bool = False
     waiting: list[Callable[[], None]] = field(default_factory=list)
     """Pieces that a stopped peer has not sent."""
@@ -71,7 +73,7 @@ class MemoryNetwork:
         self._agents: dict[str, MemoryDriver] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
-        self._reads: set[int] = set()
+        self.handles = itertools.count(1)
         self._open: dict[int, _Read] = {}
         self.lock = threading.RLock()
 
@@ -128,8 +130,8 @@ class MemoryNetwork:
                 if driver.stopped:
                     self.resume(driver.agent_name)
             for read in list(self._open.values()):
-                if read.hangs:
-                    read.hangs = False
+                read.hangs = False
+                if read.landed:
                     self._at(0.0, lambda read=read: self._end(read, ReadState.DONE))  # type: ignore[misc]
 
     # ---- what drivers call ----
@@ -162,13 +164,15 @@ class MemoryNetwork:
             if read.peer.stopped and read.state is ReadState.PROC:
                 read.waiting.append(land)
                 return
-            if not read.peer.alive:
+            if not read.peer.alive or not read.reader.alive:
+                # The memory of a dead process is gone, on either side.
                 return
             if self.on_write is not None:
                 self.on_write(read.reader, read.local + first, read.handle, read.state is ReadState.LOST)
             ctypes.memmove(read.local + first, read.remote + first, end - first)
             if read.corrupts and first <= wrong_at < end:
                 ctypes.c_ubyte.from_address(read.local + wrong_at).value ^= 0xFF
+            read.landed = last
             if last and not read.hangs:
                 self._end(read, ReadState.DONE)
 
@@ -198,7 +202,6 @@ class MemoryDriver:
         self._name = name
         self._peers: set[str] = set()
         self._reads: dict[ReadHandle, _Read] = {}
-        self._handles = itertools.count(1)
         self._regions: tuple[Region, Region] | None = None
         self.inbox: list[tuple[str, bytes]] = []
         self.alive = True
@@ -239,7 +242,7 @@ class MemoryDriver:
             assert other._regions is not None
             if not _inside(other._regions[0], remote, num_bytes) or not _inside(self._regions[1], local, num_bytes):
                 raise PeerLost("outside the registered memory")
-            handle = ReadHandle(next(self._handles))
+            handle = ReadHandle(next(self._network.handles))
             read = _Read(handle, self, other, local, remote, num_bytes, note)
             self._reads[handle] = read
             self._network.post(read)

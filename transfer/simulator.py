@@ -47,6 +47,8 @@ from .api import (
 from .buffers import LandingPhase, SendPhase
 from .driver import ReadHandle
 from .header import unpack_note
+from .holder import FINAL as HOLDER_FINAL
+from .holder import HolderPhase
 from .memory_driver import MemoryDriver, MemoryFaults, MemoryNetwork
 from .node import Copy, TransferNode
 from .plain_cache import PlainGeometry, PlainMover, PlainPages
@@ -97,16 +99,16 @@ def swarm(seed: int) -> WorldFaults:
             note_dropped=some(0.05),
             note_doubled=some(0.2),
         ),
-        message_lost=some(0.02),
+        message_lost=some(0.05),
         message_doubled=some(0.1),
         message_swapped=some(0.05),
         message_mangled=some(0.02),
         copy_s=rng.choice([(0.0, 0.0), (0.0, 0.005), (0.01, 0.2)]),
         taker_cancels=some(0.3),
         holder_withdraws=some(0.3),
-        breaks_per_s=some(0.2),
-        stops_per_s=some(0.1),
-        deaths_per_s=some(0.05),
+        breaks_per_s=some(0.5),
+        stops_per_s=some(0.5),
+        deaths_per_s=some(0.3),
     )
 
 
@@ -318,6 +320,17 @@ class World:
             and all(buffer.phase is LandingPhase.FREE for buffer in worker.node.landing_buffers.buffers)
             for worker in self.workers.values()
         )
+
+    def open_ends(self) -> str:
+        """What has not ended, for people."""
+        found = [f"{journey.transfer_id.hex()[:6]}" for journey in self.journeys.values() if not self._is_over(journey)]
+        for worker in self.workers.values():
+            counts = worker.node.counts(self.now_s)
+            found.append(
+                f"{worker.name}: send {counts.send_buffers} landing {counts.landing_buffers} "
+                f"subscriptions {counts.subscriptions} pulls {counts.pulls}"
+            )
+        return "; ".join(found)
 
     def _is_over(self, journey: Journey) -> bool:
         taker_gone = self.workers[journey.taker].life != journey.taker_life
@@ -682,7 +695,7 @@ class World:
         for index, (generation, owner) in before.items():
             if now.get(index) == (generation, owner) or (worker.agent_name, index, generation) in self._frees:
                 continue
-            if owner in serving and self.journeys[owner].holder_end is None:
+            if serving.get(owner, HolderPhase.ENDED) not in HOLDER_FINAL:
                 raise Broken("I8: a send buffer was freed by what was said of another filling")
         self._announced[worker.agent_name] = {
             index: (generation, owner) for index, (generation, owner) in now.items() if owner is not None
@@ -717,9 +730,6 @@ def run_world(seed: int, faults: WorldFaults, num_transfers: int, *, num_workers
     world.heal()
     # Leases, back-offs and kept agents are the longest waits.
     if not world.run_until_idle(max_s=120.0):
-        left = [journey for journey in world.journeys.values() if not world._is_over(journey)]
-        raise Broken(
-            f"I4: {len(left)} transfers, or buffers of ended ones, are still open after the faults have ceased"
-        )
+        raise Broken(f"I4: not all has ended after the faults have ceased: {world.open_ends()}")
     world.check_all_settled()
     return world
