@@ -203,7 +203,7 @@ class Links(peer_pb2_grpc.KvPeerServicer):
 
     def _gone(self, link: _Link, why: str) -> None:
         if self._links.pop(link.link_id, None) is not None:
-            logger.info("link.closed link=%d why=%s", link.link_id, why)
+            logger.debug("link.closed link=%d why=%s", link.link_id, why)
             self._post(transfer.LinkClosed(link.link_id, why))
 
 

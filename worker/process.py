@@ -25,7 +25,7 @@ from .. import __version__
 from ..config.tree import Config
 from ..core.blocks import BLOCK_TOKENS
 from ..core.clock import Clock, MonotonicClock
-from ..core.errors import ConfigError, Draining
+from ..core.errors import ConfigError, Draining, LayoutError
 from ..core.ids import Incarnation, WorkerId, new_incarnation
 from ..core.peer import PeerMessage
 from ..engine import api as engine
@@ -34,6 +34,7 @@ from ..proto.engine_convert import PROTOCOL
 from ..proto.internal.v1 import engine_pb2, engine_pb2_grpc, peer_pb2_grpc
 from ..transfer import api as transfer
 from ..transfer.driver import Driver
+from ..transfer.nixl_driver import NixlDriver, agent_name
 from ..transfer.service import TransferThread
 from . import links, session
 from .channels import server_options
@@ -153,6 +154,7 @@ class Worker:
 
     async def _serve(self, built: Built, metrics: WorkerMetrics, status_port: int) -> None:
         section = self._config.worker
+        _check_segments(built, self._config.transfer.segment_bytes)
         thread = TransferThread(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
@@ -431,14 +433,26 @@ class _Parts:
 
 def make_driver(config: Config, worker_id: WorkerId, incarnation: Incarnation) -> Driver:
     """The driver that the settings name; nixl is loaded here and not before."""
-    name = f"{worker_id}.{incarnation:016x}"
+    name = agent_name(worker_id, incarnation)
     if config.transfer.driver == "memory":
         from ..transfer.memory_driver import MemoryNetwork
 
         return MemoryNetwork(MonotonicClock()).driver(name)
-    from ..transfer.nixl_driver import NixlDriver
-
     return NixlDriver(name)
+
+
+def _check_segments(built: Built, segment_bytes: int) -> None:
+    """Every sequence can be cut into segments of this size; a smaller one would only show with some lengths.
+
+    Raises:
+        ConfigError: one range of one layer does not fit.
+    """
+    try:
+        built.geometry.history_segments(0, 1, segment_bytes)
+        for length in range(1, 2 * BLOCK_TOKENS + 1):
+            built.geometry.tail_segments(length, segment_bytes)
+    except LayoutError as error:
+        raise ConfigError(f"transfer.segment_bytes is too small for this model: {error}") from error
 
 
 def _report_loading() -> Callable[[int, int], None]:

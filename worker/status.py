@@ -78,6 +78,7 @@ class StatusServer:
             uvicorn.Config(
                 self._answer,
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 interface="asgi3",
                 proxy_headers=False,

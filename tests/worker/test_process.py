@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from headrace.config.tree import Config, WorkerSection
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, LayoutError
 from headrace.core.sampling import FinishReason, SamplingParams
 from headrace.decode.legs import LEGS
 from headrace.engine import api as engine
@@ -79,6 +79,21 @@ class FakeThread:
         return TransferCounts()
 
 
+class Geometry:
+    """Sequences of which each piece has at least so many bytes."""
+
+    def __init__(self, least_bytes: int) -> None:
+        self.least_bytes = least_bytes
+
+    def history_segments(self, first_block: int, num_blocks: int, max_bytes: int) -> list[Any]:
+        return []
+
+    def tail_segments(self, length: int, max_bytes: int) -> list[Any]:
+        if length % 128 == 127 and max_bytes < self.least_bytes:
+            raise LayoutError(f"a segment cannot hold {self.least_bytes} bytes")
+        return []
+
+
 class Rig:
     """A worker of fakes in this process, and what a script can reach of it."""
 
@@ -89,6 +104,7 @@ class Rig:
         self.may_load = threading.Event()
         self.may_load.set()
         self.load_fault: Exception | None = None
+        self.least_segment_bytes = 0
         section = WorkerSection(
             worker_id="decode-0", role="decode", engine_port=0, peer_port=0, status_port=0, drain_s=drain_s
         )
@@ -103,7 +119,7 @@ class Rig:
             return SimpleNamespace(
                 engine=self.engine,
                 config=SimpleNamespace(vocab_size=100),
-                geometry=None,
+                geometry=Geometry(self.least_segment_bytes),
                 mover=None,
                 document="{}",
                 fingerprint=b"f" * 32,
@@ -315,6 +331,18 @@ def test_a_fault_of_the_load_is_the_callers(make_rig: Callable[..., Rig]) -> Non
         await asyncio.sleep(0)
 
     with pytest.raises(ValueError, match="no such checkpoint"):
+        rig.run(script)
+
+
+def test_segments_too_small_for_the_model_are_a_fault_of_the_settings(make_rig: Callable[..., Rig]) -> None:
+    """Said at the start, not by the first request of the wrong length."""
+    rig = make_rig()
+    rig.least_segment_bytes = 9 << 20
+
+    async def script(rig: Rig) -> None:
+        await asyncio.sleep(0)
+
+    with pytest.raises(ConfigError, match="segment_bytes"):
         rig.run(script)
 
 
