@@ -202,6 +202,8 @@ def _router(arguments: argparse.Namespace) -> int:
 
 def _prefill(arguments: argparse.Namespace) -> int:
     config = _worker_settings(arguments, "prefill")
+    if config.worker.role == "both":
+        return _both(config)
     from ..prefill.main import run
 
     return run(config)
@@ -209,9 +211,20 @@ def _prefill(arguments: argparse.Namespace) -> int:
 
 def _decode(arguments: argparse.Namespace) -> int:
     config = _worker_settings(arguments, "decode")
+    if config.worker.role == "both":
+        return _both(config)
     from ..decode.main import run
 
     return run(config)
+
+
+def _both(config: Config) -> int:
+    """One worker that takes every kind of leg; the rooms of the two roles do not know each other."""
+    from ..decode.legs import LEGS as DECODE_LEGS
+    from ..prefill.legs import LEGS as PREFILL_LEGS
+    from ..worker.process import run
+
+    return run(config, {**PREFILL_LEGS, **DECODE_LEGS})
 
 
 def _worker_settings(arguments: argparse.Namespace, role: str) -> Config:
