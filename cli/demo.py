@@ -14,6 +14,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -87,18 +88,22 @@ class _Demo:
     def __init__(self, config: Config, prompt: str, once: bool, log: TextIO) -> None:
         self._url, self._prompt, self._once, self._log = base_url(config), prompt, once, log
         self._failed = False
+        self._recent: deque[str] = deque(maxlen=20)
         self._begin_s = time.monotonic()
         self._server = HostServer(config, say=self._say, show=self._show, when_ready=self._when_ready)
 
     async def run(self) -> int:
-        status = await self._server.run()
-        return status or int(self._failed)
+        status = await self._server.run() or int(self._failed)
+        if status:
+            print("\nthe last that the processes said:", *self._recent, sep="\n  ", file=sys.stderr)
+        return status
 
     def _say(self, line: str) -> None:
         first, _, rest = line.removeprefix("headrace: ").partition(" ")
         _tell(first, rest)
 
     def _show(self, line: str) -> None:
+        self._recent.append(line)
         print(line, file=self._log, flush=True)
 
     async def _when_ready(self) -> None:
