@@ -135,6 +135,8 @@ class Dispatcher:
         self._queue: list[tuple[int, int, Sequence, frozenset[tuple[str, int]]]] = []
         """Heap by priority and arrival; ended sequences are skipped when they come up."""
         self._pump_timer: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     # ---- life ----
 
@@ -151,6 +153,15 @@ class Dispatcher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._pump_timer is not None:
             self._pump_timer.cancel()
+
+    async def wait_idle(self, budget_s: float) -> bool:
+        """Until no sequence is alive; False if the budget was spent first."""
+        try:
+            async with asyncio.timeout(budget_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def end_all(self, error: HeadraceError) -> None:
         for sequence in list(self._alive.values()):
@@ -216,6 +227,7 @@ class Dispatcher:
             order=next(self._orders),
         )
         self._alive[sequence.order] = sequence
+        self._idle.clear()
         self._do(sequence, journey.start(self._clock.now_s()))
         return sequence
 
@@ -398,6 +410,8 @@ class Dispatcher:
     def _end(self, sequence: Sequence, action: j.End) -> None:
         self._set_waiting(sequence, False)
         self._alive.pop(sequence.order, None)
+        if not self._alive:
+            self._idle.set()
         journey = sequence.journey
         stats = journey.stats
         now_s = self._clock.now_s()

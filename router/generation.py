@@ -10,8 +10,8 @@ from ..core.clock import Clock
 from ..core.errors import HeadraceError
 from ..core.sampling import TokenLogprobs
 from .answer import ChoiceAnswer, Delta
-from .dispatch import Dispatcher, Inbox, Sequence
-from .journey import JourneyStats
+from .dispatch import Dispatcher, Inbox, Output, Sequence
+from .journey import End, JourneyStats, OutToken
 from .request import Bounds, Draft, Request, settle
 from .served_model import ServedModel
 from .tokenizer import TokenizerPool
@@ -141,33 +141,57 @@ class Generation:
             HeadraceError: a sequence ended badly; the whole request has.
         """
         while self._open:
-            outputs = await self._inbox.take(idle_s)
-            updates: dict[int, Update] = {}
-            for output in outputs:
-                choice = output.index
-                if output.scored:
-                    into = self.prompt_logprobs[choice // self.request.n]
-                    for token in output.scored:
-                        if token.logprobs is not None:
-                            into[token.index] = (token.id, token.logprobs)
-                if choice not in self._open:
+            updates: list[Update] = []
+            for output in await self._inbox.take(idle_s):
+                self._take_scores(output)
+                if output.index not in self._open:
                     continue
-                update = updates.setdefault(choice, Update(choice))
-                answer = self.answers[choice]
-                if output.tokens:
-                    self._join(update.delta, answer.feed(output.tokens))
-                    if answer.finish is not None:
-                        self._edge.dispatcher.enough(self.sequences[choice])
-                if output.end is not None and answer.finish is None:
-                    if output.end.reason is None:
-                        raise output.end.error or HeadraceError("a sequence ended without an outcome")
-                    self._join(update.delta, answer.end(output.end))
-                if answer.finish is not None:
-                    update.finished = True
-                    self._open.discard(choice)
-            yield [
-                update for update in updates.values() if update.delta.tokens or update.delta.pieces or update.finished
-            ]
+                for tokens in self._split(output.tokens):
+                    self._feed(updates, output.index, tokens)
+                if output.end is not None:
+                    self._end(updates, output.index, output.end)
+            yield [u for u in updates if u.delta.tokens or u.delta.pieces or u.finished]
+
+    def _take_scores(self, output: Output) -> None:
+        into = self.prompt_logprobs[output.index // self.request.n]
+        for token in output.scored:
+            if token.logprobs is not None:
+                into[token.index] = (token.id, token.logprobs)
+
+    def _split(self, tokens: tuple[OutToken, ...]) -> list[tuple[OutToken, ...]]:
+        size = self.request.max_chunk_tokens or max(len(tokens), 1)
+        return [tokens[start : start + size] for start in range(0, len(tokens), size)]
+
+    def _update_of(self, updates: list[Update], choice: int) -> Update:
+        """The update to add to: the choice's last one of this step, unless chunks must stay small."""
+        if not self.request.max_chunk_tokens:
+            for update in updates:
+                if update.choice == choice:
+                    return update
+        updates.append(Update(choice))
+        return updates[-1]
+
+    def _feed(self, updates: list[Update], choice: int, tokens: tuple[OutToken, ...]) -> None:
+        answer = self.answers[choice]
+        if answer.finish is not None:
+            return
+        update = self._update_of(updates, choice)
+        self._join(update.delta, answer.feed(tokens))
+        if answer.finish is not None:
+            update.finished = True
+            self._open.discard(choice)
+            self._edge.dispatcher.enough(self.sequences[choice])
+
+    def _end(self, updates: list[Update], choice: int, end: End) -> None:
+        answer = self.answers[choice]
+        if answer.finish is not None:
+            return
+        if end.reason is None:
+            raise end.error or HeadraceError("a sequence ended without an outcome")
+        update = self._update_of(updates, choice)
+        self._join(update.delta, answer.end(end))
+        update.finished = True
+        self._open.discard(choice)
 
     @staticmethod
     def _join(into: Delta, more: Delta) -> None:

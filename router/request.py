@@ -127,6 +127,8 @@ class Request:
     tokens_as_ids: bool = False
     priority: int = 0
     cache_salt: str = ""
+    max_chunk_tokens: int = 0
+    """Most tokens of one piece of a stream; 0: all of a step."""
     timeout_s: float = 600.0
     traceparent: str = ""
 
@@ -294,6 +296,11 @@ def draft_completion(body: Mapping[str, Any], model: ServedModel, bounds: Bounds
         truncate=truncate,
         keeps_left=keeps_left,
     )
+
+
+def plain_text(draft: Draft) -> Draft:
+    """A chat request whose output is not parsed: text and ids as they come."""
+    return dataclasses.replace(draft, request=dataclasses.replace(draft.request, chat=None, echo=False))
 
 
 def _check_known(body: Mapping[str, Any], known: frozenset[str], bounds: Bounds) -> None:

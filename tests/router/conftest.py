@@ -1,6 +1,8 @@
 """A small byte-level tokenizer with the markers of the chat format, built once."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -8,6 +10,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headrace.router import dialect
 from headrace.router.tokenizer import Tokenizer
+
+HERE = str(Path(__file__).resolve().parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)
 
 CORPUS = [
     "The tide table of the harbour says when the ferry leaves the quay and the gauge reads three metres.",
