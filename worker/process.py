@@ -187,6 +187,7 @@ class Worker:
             describe=self._describe,
             load=self._load_report,
             drain=self._drain,
+            fatal=self._fatal,
             clock=self._clock,
         )
         peers = Links(post=thread.post, new_link_id=thread.new_link_id)
@@ -270,14 +271,17 @@ class Worker:
     async def _tick(self) -> None:
         """Deadlines and progress, by their own clock."""
         while True:
-            parts, now_s = self._parts, self._clock.now_s()
-            assert parts is not None
-            parts.desk.on_time(now_s)
-            for command in self._book.on_time(now_s):
-                parts.transfer.post(command)
-            self._watch.loop_alive(now_s)
-            self._lifecycle.handle(Change.STALLED if self._watch.wedged else Change.PROGRESSED)
+            self._guard(self._on_time)
             await asyncio.sleep(TICK_S)
+
+    def _on_time(self) -> None:
+        parts, now_s = self._parts, self._clock.now_s()
+        assert parts is not None
+        parts.desk.on_time(now_s)
+        for command in self._book.on_time(now_s):
+            parts.transfer.post(command)
+        self._watch.loop_alive(now_s)
+        self._lifecycle.handle(Change.STALLED if self._watch.wedged else Change.PROGRESSED)
 
     # ---- between the threads ----
 
@@ -296,7 +300,14 @@ class Worker:
     def _hand_over(self, function: Callable[..., None], *arguments: Any) -> None:
         # The loop is closed when the process is past its last word.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._loop.call_soon_threadsafe(self._guard, function, *arguments)
+
+    def _guard(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call what decides; it has no way to fail but by a defect."""
+        try:
+            function(*arguments)
+        except Exception as error:
+            self._fatal(error)
 
     def _on_engine(self, events: Sequence[engine.Event]) -> None:
         assert self._parts is not None
@@ -347,10 +358,7 @@ class Worker:
         os._exit(EXIT_BROKEN)
 
     def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if isinstance(error, AssertionError | KeyError | TypeError | AttributeError | ValueError | IndexError):
-            self._fatal(error)
-        logger.error("loop.error message=%s error=%r", context.get("message"), error)
+        logger.error("loop.error message=%s error=%r", context.get("message"), context.get("exception"))
 
     def _changed(self, before: WorkerState, after: WorkerState, change: Change) -> None:
         logger.info("worker.state from=%s to=%s by=%s", before.value, after.value, change.value)

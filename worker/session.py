@@ -108,6 +108,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         describe: Callable[[], pb.WorkerDescription],
         load: Callable[[], pb.LoadReport],
         drain: Callable[[float], None],
+        fatal: Callable[[BaseException], None],
         clock: Clock,
         beat_s: float = BEAT_S,
     ) -> None:
@@ -116,6 +117,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self._describe = describe
         self._load = load
         self._drain = drain
+        self._fatal = fatal
         self._clock = clock
         self._beat_s = beat_s
         self._silence_s = 3 * beat_s
@@ -218,9 +220,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         except SessionEnded as end:
             session.finish(end)
         except Exception as error:
-            # A broken invariant: the process decides, this session is over in any case.
-            session.finish(SessionEnded(grpc.StatusCode.INTERNAL, "internal error in the worker"))
-            asyncio.get_running_loop().call_exception_handler({"message": "session.read", "exception": error})
+            # A broken invariant of the desk: nothing that it says can be trusted any more.
+            self._fatal(error)
 
     def _hear(self, session: RouterSession, message: pb.RouterMessage) -> None:
         now_s = self._clock.now_s()

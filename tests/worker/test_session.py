@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from headrace.core.clock import MonotonicClock
-from headrace.core.errors import Draining
+from headrace.core.errors import Draining, RequestError
 from headrace.core.ids import WorkerId
 from headrace.core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from headrace.engine import api as engine
@@ -85,6 +85,7 @@ class Server:
     def __init__(self, rig: Any, beat_s: float) -> None:
         self.rig = rig
         self.drained: list[float] = []
+        self.faults: list[BaseException] = []
         self.service = EngineService(
             desk=rig.desk,
             intake=Intake(
@@ -97,6 +98,7 @@ class Server:
             describe=lambda: pb.WorkerDescription(worker_id="decode-0", protocol=PROTOCOL, state="ready"),
             load=lambda: pb.LoadReport(running=3, state="ready"),
             drain=self.drained.append,
+            fatal=self.faults.append,
             clock=MonotonicClock(),
             beat_s=beat_s,
         )
@@ -142,6 +144,7 @@ def serve(make_desk: Any) -> Callable[..., None]:
                 await script(server)
             finally:
                 await server.server.stop(0)
+            assert server.faults == []
 
         asyncio.run(main())
 
@@ -334,6 +337,23 @@ def test_speech_out_of_turn_ends_the_session(
             await server.until(lambda: server.rig.desk.num_legs == 0 and server.service.num_sessions == 0)
 
     serve(script)
+
+
+def test_a_worker_takes_only_the_legs_of_its_role() -> None:
+    """A prefill worker pulls nothing."""
+    door = Intake(
+        worker_id=WorkerId("prefill-0"),
+        kinds=frozenset({LegKind.PREFILL}),
+        vocab_size=VOCAB,
+        max_model_len=100,
+        max_prompt_tokens=90,
+    )
+    order = door.order(submit(1, pb.LEG_KIND_PREFILL).submit)
+    assert order.transfer_id == (1).to_bytes(16, "big")
+    assert order.holder is None
+    for kind in (pb.LEG_KIND_GENERATE, pb.LEG_KIND_LOCAL):
+        with pytest.raises(RequestError, match="kind"):
+            door.order(submit(1, kind).submit)
 
 
 def test_bytes_that_are_no_message_end_the_stream(serve: Callable[..., None]) -> None:

@@ -417,11 +417,16 @@ def test_a_killed_prefill_worker_fails_its_transfers_and_its_successor_serves(pa
     async def served(prefill: Session, decode: Session) -> None:
         await pair.both_legs(prefill, decode, 1, prompt_of(rng, 600), SamplingParams(max_tokens=5, temperature=0.0))
         assert (await decode.end_of(1)).HasField("finished")
+        await prefill.submit(
+            leg=2, kind=pb.LEG_KIND_LOCAL, prompt=[20], sampling=sampling_to_message(SamplingParams(max_tokens=2))
+        )
+        assert (await prefill.end_of(2)).HasField("finished")
 
     pair.run(killed)
     assert pair.prefill.process.stdout is not None
     pair.prefill.process.stdout.close()
-    pair.prefill = WorkerProcess(pair.model, "prefill", pair.prefill.log)
+    # A worker of both roles is a prefill worker too.
+    pair.prefill = WorkerProcess(pair.model, "prefill", pair.prefill.log, "--set", "worker.role=both")
     pair.prefill.wait_ready()
     pair.run(served)
 
