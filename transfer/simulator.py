@@ -54,6 +54,8 @@ from .node import Copy, TransferNode
 from .plain_cache import PlainGeometry, PlainMover, PlainPages
 
 POISON = 0xFF
+MAX_TURNS = 1000
+"""Turns without any time passing; a healthy world needs a few."""
 
 
 class Broken(AssertionError):
@@ -297,7 +299,11 @@ class World:
 
     def run(self, until_s: float) -> None:
         """Let everything happen up to a moment."""
+        stood = 0
         while (next_s := self._next_s()) is not None and next_s <= until_s:
+            stood = 0 if next_s > self.now_s else stood + 1
+            if stood > MAX_TURNS:
+                raise Broken("I4: a deadline is due for ever and nobody acts on it")
             self.clock.advance(max(0.0, next_s - self.now_s))
             self._turn()
         self.clock.advance(max(0.0, until_s - self.now_s))
@@ -720,9 +726,16 @@ def mangle(message: PeerMessage, rng: random.Random) -> PeerMessage:
     return dataclasses.replace(message, **{name: wild_number})
 
 
-def run_world(seed: int, faults: WorldFaults, num_transfers: int, *, num_workers: int = 3) -> World:
+def run_world(
+    seed: int,
+    faults: WorldFaults,
+    num_transfers: int,
+    *,
+    num_workers: int = 3,
+    section: TransferSection = SIMULATED,
+) -> World:
     """One run: safety under faults, then liveness without them. Raises `Broken`."""
-    world = World(seed, faults, num_workers=num_workers)
+    world = World(seed, faults, num_workers=num_workers, section=section)
     for _ in range(num_transfers):
         world.start_transfer()
         world.run(world.now_s + world.rng.expovariate(10.0))
