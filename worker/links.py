@@ -146,6 +146,8 @@ class Links(peer_pb2_grpc.KvPeerServicer):
             why = str(broken)
         except grpc.RpcError as error:
             why = _status_text(error)
+        except Exception as error:  # gRPC's own classes for a call that is over are private
+            why = f"the stream broke: {type(error).__name__}"
         finally:
             self._gone(link, why)
             with contextlib.suppress(asyncio.CancelledError):
@@ -172,6 +174,8 @@ class Links(peer_pb2_grpc.KvPeerServicer):
             )
         except LinkBroken as broken:
             why = str(broken)
+        except Exception as error:  # the same here
+            why = f"the stream broke: {type(error).__name__}"
         finally:
             self._num_in -= 1
             self._gone(link, why)
