@@ -357,7 +357,8 @@ class Journey:
         """Tokens of the GENERATE leg that came before the first one, which comes over another session."""
         self._base = 0
         """Tokens delivered before this attempt."""
-        self._finished: LegFinished | None = None
+        self._ended_leg: _Leg | None = None
+        """A leg that said its last token, some of which may have to wait for the prefill's."""
         self._avoid: set[tuple[str, int]] = set()
         self._failures = 0
         self._due_s = deadline_s
@@ -482,7 +483,7 @@ class Journey:
             self._actions.append(CloseLeg(event.leg, refused=refused))
             self._leg_failed(leg, report.failed, now_s)
         if not self.is_over:
-            self._check_end()
+            self._check_end(now_s)
 
     def _tokens(self, number: int, leg: _Leg, tokens: tuple[OutToken, ...], now_s: float) -> bool:
         """Take in a leg's tokens; False if it broke the rules and the attempt is over."""
@@ -546,12 +547,10 @@ class Journey:
         if leg.kind is LegKind.PREFILL:
             if len(self.emitted) == self._base:
                 self._leg_failed(leg, PeerLost("the prefill ended without its token"), now_s)
-            elif finished.reason is not None:
-                self._finished = finished
-        elif finished.reason is None or not self._token_expected:
-            self._leg_failed(leg, PeerLost("the worker ended the request without a reason or a token"), now_s)
+        elif self._token_expected:
+            self._ended_leg = leg
         else:
-            self._finished = finished
+            self._leg_failed(leg, PeerLost("the worker ended the request without a token"), now_s)
 
     @property
     def _token_expected(self) -> bool:
@@ -559,8 +558,8 @@ class Journey:
         said = len(self.emitted) > self._base or bool(self._pending)
         return said or any(leg.kind is LegKind.PREFILL and leg.is_open for leg in self._legs.values())
 
-    def _check_end(self) -> None:
-        """End when the journal or a worker says so and every token said was delivered."""
+    def _check_end(self, now_s: float) -> None:
+        """End when the journal says so. A worker that says so against the journal has lost tokens."""
         if self._has_ended:
             last = self.emitted[-1]
             if last in self._stop_ids:
@@ -568,8 +567,8 @@ class Journey:
                 self._end(Move.FINISH, reason=FinishReason.STOP, stop_token_id=None if eos else last)
             else:
                 self._end(Move.FINISH, reason=FinishReason.LENGTH)
-        elif self._finished is not None and not self._pending and len(self.emitted) > self._base:
-            self._end(Move.FINISH, reason=self._finished.reason, stop_token_id=self._finished.stop_token_id)
+        elif self._ended_leg is not None and not self._pending and len(self.emitted) > self._base:
+            self._leg_failed(self._ended_leg, PeerLost("the worker ended the request too early"), now_s)
 
     # ---- failure ----
 
@@ -599,7 +598,7 @@ class Journey:
                 self._actions.append(AbortLeg(number))
         self._legs.clear()
         self._pending.clear()
-        self._finished = None
+        self._ended_leg = None
         self.attempt += 1
         if error.remedy is Remedy.LATER and self.state is not State.STREAMING:
             self._move(Move.DEFER)
