@@ -237,7 +237,7 @@ def _worker_settings(arguments: argparse.Namespace, role: str) -> Config:
     from ..config.resolve import resolve
     from .host import inspect_host
 
-    return resolve(config, inspect_host(config))
+    return resolve(config, inspect_host())
 
 
 def _begin(arguments: argparse.Namespace) -> None:

@@ -99,9 +99,6 @@ def complete(config: Config) -> Config:
             raise ConfigError(
                 f"router.grpc_port: something listens on {config.router.grpc_host}:{config.router.grpc_port} already"
             )
-    if config.model.device == "auto" and not Path("/dev/nvidiactl").exists():
-        # Without the driver's device file there is nothing that torch could find.
-        changes["model.device"] = "cpu"
     if config.engine.num_threads == 0:
         changes["engine.num_threads"] = max(1, len(os.sched_getaffinity(0)) // len(worker_names(config)))
     return replace(config, changes)
@@ -137,7 +134,7 @@ def plan_children(config: Config, environment: Mapping[str, str]) -> list[Child]
     ports = free_ports(host, 3 * len(names))
     plain = {name: value for name, value in environment.items() if not _is_setting(name)}
     plain["PYTHONUNBUFFERED"] = "1"
-    if config.model.device == "cpu" and host in ("127.0.0.1", "localhost"):
+    if config.model.device != "cuda" and host in ("127.0.0.1", "localhost"):
         # Unset, UCX listens on the host's routable addresses too.
         plain.setdefault("UCX_NET_DEVICES", "lo")
     python = (sys.executable, "-P", "-m", "headrace")

@@ -33,24 +33,15 @@ class Host:
     num_cores: int
     free_memory_bytes: int
     """Of host memory, what can be had without swapping."""
-    cuda_memory_bytes: int | None
-    """Of the first CUDA device; None: there is none, or nobody asked."""
 
 
 def resolve(config: Config, host: Host) -> Config:
-    """The tree without "auto": device, arithmetic, cache format, threads, memory of the pools.
-
-    Raises:
-        ConfigError: CUDA was asked for and there is none.
-    """
+    """The tree without "auto": device, arithmetic, cache format, threads, memory of the pools."""
     model = config.model
     chosen: dict[str, object] = {}
-    device = model.device
-    if device == "auto":
-        device = "cuda" if host.cuda_memory_bytes is not None else "cpu"
-        chosen["model.device"] = device
-    elif device == "cuda" and host.cuda_memory_bytes is None:
-        raise ConfigError("model.device is cuda, but torch sees no CUDA device here")
+    if model.device == "auto":
+        # The engine computes on the CPU only, as yet; whoever says cuda is told so by it.
+        chosen["model.device"] = "cpu"
     if model.dtype == "auto":
         # The weights were trained so; fp32 is for the oracle.
         chosen["model.dtype"] = "bf16"
@@ -60,12 +51,7 @@ def resolve(config: Config, host: Host) -> Config:
     if config.engine.num_threads == 0:
         chosen["engine.num_threads"] = max(1, host.num_cores)
     if config.cache.memory_bytes == 0:
-        if device == "cuda":
-            assert host.cuda_memory_bytes is not None
-            memory = host.cuda_memory_bytes // 4
-        else:
-            memory = min(CPU_POOL_BYTES, host.free_memory_bytes // 8)
-        chosen["cache.memory_bytes"] = memory
+        chosen["cache.memory_bytes"] = min(CPU_POOL_BYTES, host.free_memory_bytes // 8)
     resolved = replace(config, chosen)
     before = flatten(config)
     for key, value in chosen.items():
@@ -83,22 +69,22 @@ def size_pools(
 ) -> CacheSection:
     """Every pool's size, those left 0 computed: rows for each sequence first, history from what memory is left.
 
+    Window pages for every sequence in mid-chunk at once are given if half of the memory holds them. Else fewer, but at
+    least so many that every sequence can decode while one is in mid-chunk: the others' prompts wait their turn.
+
     Args:
         cache: sizes already given stay; `memory_bytes` bounds the sum.
         page_bytes: bytes of one page of each pool, from the offset table.
     Raises:
-        ConfigError: memory holds not even one block of history beside the rest.
+        ConfigError: memory holds not even that and one block of history.
     """
-    # While a chunk is computed its pages and those of the window before it are held; at rest, the window and what its
-    # borders cut.
-    held_tokens = min(max_num_batched_tokens, max_model_len) + WINDOW_TOKENS
-    window_pages = cache.window_pages or max_num_seqs * (-(-held_tokens // WINDOW_PAGE_TOKENS) + 1)
     state_rows = cache.state_rows or max_num_seqs
-    fixed_bytes = (
-        window_pages * page_bytes[PoolKind.WINDOW]
-        + state_rows * page_bytes[PoolKind.STATE]
-        + cache.snapshot_rows * page_bytes[PoolKind.SNAPSHOT]
-    )
+    rows_bytes = state_rows * page_bytes[PoolKind.STATE] + cache.snapshot_rows * page_bytes[PoolKind.SNAPSHOT]
+    at_rest, in_chunk = _window_pages(1), _window_pages(min(max_num_batched_tokens, max_model_len))
+    affordable = (cache.memory_bytes // 2 - rows_bytes) // page_bytes[PoolKind.WINDOW]
+    least = (max_num_seqs - 1) * at_rest + in_chunk
+    window_pages = cache.window_pages or max(least, min(max_num_seqs * in_chunk, affordable))
+    fixed_bytes = window_pages * page_bytes[PoolKind.WINDOW] + rows_bytes
     history_pages = cache.history_pages
     if history_pages == 0:
         wanted = max_num_seqs * -(-max_model_len // HISTORY_PAGE_TOKENS)
@@ -110,3 +96,8 @@ def size_pools(
             )
         history_pages = min(wanted, affordable)
     return dataclasses.replace(cache, history_pages=history_pages, window_pages=window_pages, state_rows=state_rows)
+
+
+def _window_pages(chunk_tokens: int) -> int:
+    """Pages that a chunk and the 127 positions before it can touch; one more lets the next step be planned early."""
+    return -(-(WINDOW_TOKENS - 2 + chunk_tokens) // WINDOW_PAGE_TOKENS) + 2

@@ -59,8 +59,12 @@ def test_chat_stream_is_the_same_answer_in_pieces(client: openai.OpenAI):
 def test_chat_stream_helper_accumulates(client: openai.OpenAI):
     """`chat.completions.stream()` is stricter about the order of chunks than a plain loop."""
     with client.chat.completions.stream(model="demo", messages=MESSAGES, max_tokens=8, seed=3) as stream:  # type: ignore[arg-type]
-        final = stream.get_final_completion()
-    assert final.choices[0].finish_reason in ("stop", "length")
+        kinds = [event.type for event in stream]
+        snapshot = stream.current_completion_snapshot
+    assert kinds[0] == "chunk"
+    assert "content.delta" in kinds
+    assert snapshot.choices[0].finish_reason in ("stop", "length")
+    assert snapshot.choices[0].message.content
 
 
 def test_completions_take_text_lists_and_token_ids(client: openai.OpenAI):
