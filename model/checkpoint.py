@@ -335,13 +335,13 @@ def _form(spec: TensorSpec, source: _Source) -> Place:
 def _read(name: str, spec: TensorSpec, source: _Source, scale: _Source | None, config: ModelConfig) -> Tensor:
     stored = source.tensor()
     form = _form(spec, source)
+    # What is returned is a copy in any case: nothing may hang on the mapped file.
     if form is Place.EXPERT_TABLE:
-        table = stored.to(torch.int64)
+        table = stored.to(torch.int64, copy=True)
         if int(table.min()) < 0 or int(table.max()) >= config.num_experts:
             raise CheckpointError(f"{name}: names experts outside 0 to {config.num_experts - 1}")
         return table
     if scale is None:
-        # A copy even of fp32: nothing that is returned may hang on the mapped file.
         value = stored.to(torch.float32, copy=True)
     else:
         factors = scale_values(scale.tensor(), _scale_of(name))
