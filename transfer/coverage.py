@@ -6,8 +6,10 @@ range is never stored again. Knows ranges; not buffers, messages, addresses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 from ..core.blocks import BLOCK_TOKENS
 from ..core.errors import LayoutError
@@ -15,7 +17,7 @@ from ..core.peer import MAX_INDEX_RANGES, PeerFault
 from ..core.segments import RangeKind, SegmentGeometry, SegmentRange
 
 WINDOW_PAGE_TOKENS = 64
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024
 
 
 class Cell(IntEnum):
@@ -24,21 +26,51 @@ class Cell(IntEnum):
     STORED = 2
 
 
+Places: TypeAlias = tuple[tuple[int, int], ...]
+"""Cells as runs [start, stop), ascending, none touching the next."""
+
+
+@dataclass
+class _Row:
+    """The cells of one kind and layer: units from `first` on, one cell each; of STATE all positions in one cell."""
+
+    kind: RangeKind
+    layer: int
+    first: int
+    count: int
+    base: int
+    unit_bytes: int
+    num_cells: int = 1
+
+
 class Coverage:
     """The cells of one transfer."""
 
     def __init__(self, geometry: SegmentGeometry, length: int, held_blocks: int) -> None:
         self._geometry = geometry
         self._length = length
-        self._order = tuple(sorted(geometry.expected(length, held_blocks)))
-        self._place = {fine: place for place, fine in enumerate(self._order)}
-        self._cells = bytearray(len(self._order))
-        self._asked = bytearray(len(self._order))
+        self._rows: dict[tuple[RangeKind, int], _Row] = {}
+        num_cells = 0
+        row: _Row | None = None
+        for fine in sorted(geometry.expected(length, held_blocks), key=_order):
+            if row is not None and (row.kind, row.layer) == (fine.kind, fine.layer_first):
+                assert row.kind is not RangeKind.STATE
+                assert fine.first == row.first + row.count
+                row.count += 1
+                row.num_cells += 1
+            else:
+                unit_bytes = geometry.payload_bytes((fine,), length)
+                row = _Row(fine.kind, fine.layer_first, fine.first, fine.count, num_cells, unit_bytes)
+                self._rows[fine.kind, fine.layer_first] = row
+            num_cells += 1
+        self._cells = bytearray(num_cells)
+        self._asked = bytearray(num_cells)
         self._stored_bytes = 0
-        self._wanted_bytes = geometry.payload_bytes(self._order, length) if self._order else 0
+        whole = [SegmentRange(row.kind, row.layer, 1, row.first, row.count) for row in self._rows.values()]
+        self._wanted_bytes = payload_bytes(geometry, whole, length)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._cells)
 
     @property
     def num_stored(self) -> int:
@@ -47,69 +79,124 @@ class Coverage:
     @property
     def full(self) -> bool:
         """Every cell is stored, and the bytes stored are those that the length implies."""
-        return self.num_stored == len(self._order) and self._stored_bytes == self._wanted_bytes
+        return self.num_stored == len(self._cells) and self._stored_bytes == self._wanted_bytes
 
     @property
     def stored_bytes(self) -> int:
         return self._stored_bytes
 
-    def places(self, index: Sequence[SegmentRange]) -> tuple[int, ...]:
-        """The cells that an announced index names.
+    def places(self, index: Sequence[SegmentRange], payload: int) -> Places:
+        """The cells that an announced index of so many payload bytes names.
 
         Raises:
-            PeerFault: no such cells, or one of them twice.
+            PeerFault: something that was never asked for, twice the same, or bytes of another number.
         """
         check_bounds(index, self._length, MAX_INDEX_RANGES)
+        runs: list[tuple[int, int]] = []
+        cell_bytes = 0
+        for piece in index:
+            for layer in range(piece.layer_first, piece.layer_first + piece.layer_count):
+                row = self._rows.get((piece.kind, layer))
+                if row is None:
+                    # A layer that holds nothing of this kind, or a kind that is not wanted: the bytes tell.
+                    continue
+                start = row.base + self._offset(row, piece)
+                stop = start + (1 if row.kind is RangeKind.STATE else piece.count)
+                runs.append((start, stop))
+                cell_bytes += (stop - start) * row.unit_bytes
         try:
-            fine = self._geometry.split(index)
-            cells = sum(len(self._geometry.split((single,))) for single in index) if len(index) > 1 else len(fine)
+            index_bytes = self._geometry.payload_bytes(index, self._length)
         except LayoutError as error:
             raise PeerFault(f"index cannot exist: {error}") from error
-        if cells != len(fine):
-            raise PeerFault("index names a range twice")
-        try:
-            return tuple(sorted(self._place[single] for single in fine))
-        except KeyError as error:
-            raise PeerFault(f"never asked for {error.args[0]}") from error
+        if not index_bytes == cell_bytes == payload:
+            raise PeerFault(f"{payload} bytes announced for {index_bytes}, of which {cell_bytes} are wanted")
+        return _join_runs(runs)
 
-    def wanted(self, places: Iterable[int]) -> bool:
+    def _offset(self, row: _Row, piece: SegmentRange) -> int:
+        """Of the piece's first cell in its row."""
+        if row.kind is RangeKind.STATE:
+            if piece.first > row.first or piece.first + piece.count != row.first + row.count:
+                raise PeerFault(f"never asked for {piece}")
+            return 0
+        if piece.first < row.first or piece.first + piece.count > row.first + row.count:
+            raise PeerFault(f"never asked for {piece}")
+        return piece.first - row.first
+
+    def wanted(self, places: Places) -> bool:
         """None of these cells is stored or in flight."""
-        return all(self._cells[place] == Cell.WANTED for place in places)
+        return not any(any(self._cells[start:stop]) for start, stop in places)
 
-    def take_off(self, places: Iterable[int]) -> None:
+    def take_off(self, places: Places) -> None:
         """A READ for these cells is queued or runs."""
-        for place in places:
-            assert self._cells[place] == Cell.WANTED
-            self._cells[place] = Cell.IN_FLIGHT
+        self._set(places, Cell.WANTED, Cell.IN_FLIGHT)
 
-    def store(self, places: Iterable[int], payload_bytes: int) -> None:
+    def store(self, places: Places, stored_bytes: int) -> None:
         """Bytes with the announced digest lie in the pages."""
-        for place in places:
-            assert self._cells[place] == Cell.IN_FLIGHT
-            self._cells[place] = Cell.STORED
-        self._stored_bytes += payload_bytes
+        self._set(places, Cell.IN_FLIGHT, Cell.STORED)
+        self._stored_bytes += stored_bytes
 
-    def put_back(self, places: Iterable[int]) -> None:
+    def put_back(self, places: Places) -> None:
         """The bytes were refused: wanted again."""
-        for place in places:
-            assert self._cells[place] == Cell.IN_FLIGHT
-            self._cells[place] = Cell.WANTED
+        self._set(places, Cell.IN_FLIGHT, Cell.WANTED)
 
-    def ask(self, places: Iterable[int]) -> int:
+    def _set(self, places: Places, before: Cell, after: Cell) -> None:
+        for start, stop in places:
+            assert self._cells[start:stop].count(before) == stop - start
+            self._cells[start:stop] = bytes([after]) * (stop - start)
+
+    def ask(self, places: Places) -> int:
         """Count that these cells are asked for again; how often the most asked one has been."""
         most = 0
-        for place in places:
-            self._asked[place] = min(self._asked[place] + 1, 255)
-            most = max(most, self._asked[place])
+        for start, stop in places:
+            for place in range(start, stop):
+                self._asked[place] = min(self._asked[place] + 1, 255)
+            most = max(most, *self._asked[start:stop])
         return most
 
-    def missing(self) -> tuple[int, ...]:
+    def missing(self) -> Places:
         """Cells that are neither stored nor in flight."""
-        return tuple(place for place, cell in enumerate(self._cells) if cell == Cell.WANTED)
+        return _join_runs([(place, place + 1) for place, cell in enumerate(self._cells) if cell == Cell.WANTED])
 
-    def ranges(self, places: Iterable[int]) -> tuple[SegmentRange, ...]:
-        """These cells as ranges, neighbouring units of one layer joined."""
-        return join_units([self._order[place] for place in sorted(places)])
+    def ranges(self, places: Places) -> tuple[SegmentRange, ...]:
+        """These cells as ranges of one layer each."""
+        found: list[SegmentRange] = []
+        for row in self._rows.values():
+            for start, stop in places:
+                first, end = max(start, row.base), min(stop, row.base + row.num_cells)
+                if first >= end:
+                    continue
+                if row.kind is RangeKind.STATE:
+                    found.append(SegmentRange(row.kind, row.layer, 1, row.first, row.count))
+                else:
+                    found.append(SegmentRange(row.kind, row.layer, 1, row.first + first - row.base, end - first))
+        return tuple(found)
+
+
+def _join_runs(runs: list[tuple[int, int]]) -> Places:
+    """Ascending and joined.
+
+    Raises:
+        PeerFault: two of them overlap.
+    """
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if joined and start < joined[-1][1]:
+            raise PeerFault("index names a range twice")
+        if joined and start == joined[-1][1]:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def payload_bytes(geometry: SegmentGeometry, ranges: Sequence[SegmentRange], length: int) -> int:
+    """Bytes of any number of ranges; a geometry counts no more at once than a segment may have."""
+    return sum(geometry.payload_bytes(ranges[first : first + 32], length) for first in range(0, len(ranges), 32))
+
+
+def _order(piece: SegmentRange) -> tuple[int, int, int, int, int]:
+    # The ranges' own comparison builds two tuples each time; a long prompt has tens of thousands of ranges.
+    return piece.kind, piece.layer_first, piece.layer_count, piece.first, piece.count
 
 
 def check_bounds(ranges: Sequence[SegmentRange], length: int, max_ranges: int) -> None:

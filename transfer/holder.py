@@ -36,7 +36,7 @@ from ..core.peer import (
 from ..core.segments import RangeKind, SegmentGeometry, SegmentRange
 from .api import BlocksFinal, Ended, LinkDirection, Offer, Outcome, PrefillDone, TransferStats, Wanted, Withdraw
 from .buffers import SendBuffers, SendPhase
-from .coverage import check_bounds
+from .coverage import check_bounds, join_units
 from .decisions import (
     Action,
     Announce,
@@ -142,6 +142,7 @@ class Subscription:
     num_gathering: int = 0
     num_asked: int = 0
     num_expected: int = 0
+    """Finest ranges of the whole transfer; counted when the first is asked for again."""
     complete_s: float | None = None
     outcome: Outcome = Outcome.ENDED
     reason: str = ""
@@ -421,7 +422,6 @@ class Holder:
             self._end(subscription, "fault", "the taker holds another prefix")
             return
         subscription.num_planned = held
-        subscription.num_expected = len(self._geometry.expected(offer.length, held))
         self._actions.append(Deliver(Wanted(subscription.transfer_id, held)))
         self._serve(subscription)
 
@@ -437,6 +437,10 @@ class Holder:
             check_bounds(message.ranges, subscription.length, MAX_MISSING_RANGES)
             fine = sorted(self._geometry.split(message.ranges))
             subscription.num_asked += len(fine)
+            if not subscription.num_expected:
+                assert subscription.pull is not None
+                held_blocks = subscription.pull.held_blocks
+                subscription.num_expected = len(self._geometry.expected(subscription.length, held_blocks))
             if subscription.num_asked > MAX_ASKS * subscription.num_expected:
                 raise PeerFault("asked again too often")
             if not all(self._was_announced(subscription, piece) for piece in fine):
@@ -462,12 +466,12 @@ class Holder:
             piece_bytes = self._geometry.payload_bytes((piece,), subscription.length)
             too_big = current_bytes + piece_bytes > subscription.segment_bytes
             if current and (too_big or len(current) == MAX_INDEX_RANGES):
-                segments.append(tuple(current))
+                segments.append(join_units(current))
                 current, current_bytes = [], 0
             current.append(piece)
             current_bytes += piece_bytes
         if current:
-            segments.append(tuple(current))
+            segments.append(join_units(current))
         return segments
 
     # ---- serving ----

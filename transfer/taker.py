@@ -34,7 +34,7 @@ from ..core.peer import (
 from ..core.segments import SegmentGeometry
 from .api import Arrived, CancelPull, LinkDirection, NotNeeded, OpenPull, PullFailed, Quarantined, TransferStats
 from .buffers import LandingBuffers, LandingPhase
-from .coverage import Coverage
+from .coverage import Coverage, Places
 from .decisions import (
     Action,
     Deliver,
@@ -115,7 +115,7 @@ class Announced:
     """One announced segment on its way through a landing buffer."""
 
     message: SegmentReady
-    places: tuple[int, ...]
+    places: Places
 
 
 @dataclass
@@ -265,7 +265,12 @@ class Taker:
             error = StaleEpoch("transfer id used before")
             self._actions.append(Deliver(PullFailed(order.transfer_id, error, TransferStats())))
             return
-        coverage = Coverage(self._geometry, order.length, order.held_blocks)
+        try:
+            coverage = Coverage(self._geometry, order.length, order.held_blocks)
+        except LayoutError as error:
+            self._tombstones[order.transfer_id] = self._now_s + self._section.tombstone_s
+            self._actions.append(Deliver(PullFailed(order.transfer_id, error, TransferStats())))
+            return
         transfer = Transfer(order, P.LINKING, self._now_s, coverage)
         self._open[order.transfer_id] = transfer
         self._deadlines.set(("link", order.transfer_id, 0), self._now_s + LINK_WAIT_S)
@@ -395,13 +400,7 @@ class Taker:
         # What has landed does not count: its note has freed the send buffer.
         if len(transfer.pending) + len(transfer.reading) >= link.window:
             raise PeerFault("more announced than the window")
-        places = transfer.coverage.places(message.index)
-        try:
-            payload_bytes = self._geometry.payload_bytes(message.index, transfer.order.length)
-        except LayoutError as error:
-            raise PeerFault(f"index cannot exist: {error}") from error
-        if payload_bytes != message.payload_bytes:
-            raise PeerFault(f"{message.payload_bytes} bytes announced for an index of {payload_bytes}")
+        places = transfer.coverage.places(message.index, message.payload_bytes)
         self._step(transfer, S.PIECE)
         if not transfer.coverage.wanted(places):
             # Stored or in flight already: a stored range is never stored again.
@@ -545,13 +544,17 @@ class Taker:
         transfer.coverage.put_back(announced.places)
         self._ask(transfer, announced.places, reason)
 
-    def _ask(self, transfer: Transfer, places: tuple[int, ...], reason: str) -> None:
-        places = places[:MAX_MISSING_RANGES]
+    def _ask(self, transfer: Transfer, places: Places, reason: str) -> None:
+        ranges = transfer.coverage.ranges(places)
+        while len(ranges) > MAX_MISSING_RANGES:
+            # What does not fit one message is asked for when the next `Complete` has come.
+            places = places[: len(places) // 2]
+            ranges = transfer.coverage.ranges(places)
         if transfer.coverage.ask(places) > MAX_ASKS:
             self._abort(transfer, reason, TransferFailed(f"ranges did not arrive whole, last: {reason}"))
             return
-        transfer.num_missing += len(places)
-        self._send(transfer, Missing(transfer.transfer_id, transfer.coverage.ranges(places)))
+        transfer.num_missing += sum(stop - start for start, stop in places)
+        self._send(transfer, Missing(transfer.transfer_id, ranges))
 
     # ---- ends ----
 
