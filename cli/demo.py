@@ -139,6 +139,7 @@ def ask(url: str, prompt: str, on_piece: Callable[[str], None]) -> Answer:
     body = {
         "model": NAME,
         "messages": [{"role": "user", "content": prompt}],
+        "reasoning_effort": "none",
         "max_tokens": MAX_TOKENS,
         "seed": SEED,
         "stream": True,
@@ -154,7 +155,7 @@ def ask(url: str, prompt: str, on_piece: Callable[[str], None]) -> Answer:
             if "error" in event:
                 raise ValueError(json.dumps(event["error"]))
             for choice in event.get("choices", ()):
-                piece = choice["delta"].get("content") or choice["delta"].get("reasoning_content") or ""
+                piece = choice["delta"].get("content") or ""
                 if piece:
                     answer.arrivals_s.append(time.perf_counter())
                     answer.text += piece
@@ -255,7 +256,8 @@ def report(answer: Answer, shipped: Shipment | None) -> list[str]:
 
 def farewell(url: str) -> list[str]:
     """How to go on."""
-    body = json.dumps({"model": NAME, "messages": [{"role": "user", "content": "Who keeps the gate?"}], "stream": True})
+    question = {"role": "user", "content": "Who keeps the gate?"}
+    body = json.dumps({"messages": [question], "reasoning_effort": "none", "max_tokens": 64, "stream": True})
     return [
         "",
         "ask it yourself (it is an untrained model: it babbles about one page of text)",

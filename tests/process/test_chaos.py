@@ -48,9 +48,8 @@ async def _read(client: httpx2.AsyncClient, request: dict[str, Any], outcome: Ou
     async with client.stream("POST", "/v1/completions", json=request) as answer:
         outcome.status = answer.status_code
         if answer.status_code != 200 or not request["stream"]:
-            document = json.loads(await answer.aread())
-            outcome.ends.append("error" if "error" in document else "body")
-            outcome.text = json.dumps(document)
+            outcome.text = (await answer.aread()).decode()
+            outcome.ends.append("error" if "error" in json.loads(outcome.text) else "body")
             return
         async for line in answer.aiter_lines():
             if line == "data: [DONE]":

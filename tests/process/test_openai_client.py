@@ -29,7 +29,9 @@ def test_models_are_listed_and_retrieved(client: openai.OpenAI):
 
 def test_chat_answers(client: openai.OpenAI):
     """One message, a finish reason, and a usage that adds up."""
-    answer = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=24, seed=7)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(
+        model="demo", messages=MESSAGES, reasoning_effort="none", max_tokens=24, seed=7
+    )  # type: ignore[arg-type]
     (choice,) = answer.choices
     assert choice.message.role == "assistant"
     assert isinstance(choice.message.content, str)
@@ -42,13 +44,13 @@ def test_chat_answers(client: openai.OpenAI):
 
 def test_chat_stream_is_the_same_answer_in_pieces(client: openai.OpenAI):
     """Equal seed, equal text; the role comes first, the finish reason once, the usage last."""
-    asked = {"model": "demo", "messages": MESSAGES, "max_tokens": 40, "seed": 11}
+    asked = {"model": "demo", "messages": MESSAGES, "reasoning_effort": "none", "max_tokens": 40, "seed": 11}
     whole = client.chat.completions.create(**asked)  # type: ignore[call-overload]
     chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert len({chunk.id for chunk in chunks}) == 1
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
+    assert text == whole.choices[0].message.content != ""
     reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
     assert reasons == [whole.choices[0].finish_reason]
     assert chunks[-1].choices == []
@@ -56,9 +58,18 @@ def test_chat_stream_is_the_same_answer_in_pieces(client: openai.OpenAI):
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_reasoning_arrives_under_both_names(client: openai.OpenAI):
+    """Thinking is on unless it is declined; some clients read the one field, some the other."""
+    answer = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=8, seed=3)  # type: ignore[arg-type]
+    message = answer.choices[0].message
+    assert message.reasoning_content == message.reasoning != ""  # type: ignore[attr-defined]
+
+
 def test_chat_stream_helper_accumulates(client: openai.OpenAI):
     """`chat.completions.stream()` is stricter about the order of chunks than a plain loop."""
-    with client.chat.completions.stream(model="demo", messages=MESSAGES, max_tokens=8, seed=3) as stream:  # type: ignore[arg-type]
+    with client.chat.completions.stream(
+        model="demo", messages=MESSAGES, reasoning_effort="none", max_tokens=8, seed=3
+    ) as stream:  # type: ignore[arg-type]
         kinds = [event.type for event in stream]
         snapshot = stream.current_completion_snapshot
     assert kinds[0] == "chunk"
