@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..core.errors import Draining, HeadraceError, QueueFull, StaleEpoch
@@ -28,13 +27,14 @@ from .leg import (
     LegEvent,
     LegFactories,
     LegOrder,
-    SaidToken,
     Say,
     ToEngine,
     ToTransfer,
     TransferLegEvent,
     Word,
 )
+
+SPARE_TIMERS = 1024
 
 
 class Listener(Protocol):
@@ -45,6 +45,8 @@ class Listener(Protocol):
 
 class Witness(Protocol):
     """Who counts."""
+
+    def leg_refused(self, error: HeadraceError) -> None: ...
 
     def leg_opened(self, order: LegOrder) -> None: ...
 
@@ -67,15 +69,6 @@ class _Seat:
     """Its router is gone."""
     silent: bool = False
     """Its terminal word is said."""
-
-
-@dataclass
-class DeskCounts:
-    """Totals since the start; read in any thread."""
-
-    refused: int = 0
-    tokens: int = 0
-    ended: Counter[str] = field(default_factory=Counter)
 
 
 class Desk:
@@ -103,7 +96,6 @@ class Desk:
         self._taking: dict[TransferId, int] = {}
         self._timers: list[tuple[float, int]] = []
         self.accepting = True
-        self.counts = DeskCounts()
 
     # ---- what is here ----
 
@@ -112,16 +104,9 @@ class Desk:
         """Legs of which anything is left, said or unsaid."""
         return len(self._seats)
 
-    def takes(self, kind: engine.LegKind) -> bool:
-        return kind in self._factories
-
     def knows(self, listener: Listener, leg_id: int) -> bool:
         """Such a leg is open: its terminal word is not said."""
         return (listener, leg_id) in self._by_leg
-
-    @property
-    def next_due_s(self) -> float | None:
-        return self._timers[0][0] if self._timers else None
 
     # ---- routers ----
 
@@ -142,7 +127,7 @@ class Desk:
 
     def refuse(self, listener: Listener, leg_id: int, error: HeadraceError) -> None:
         """Answer a leg that is never opened."""
-        self.counts.refused += 1
+        self._witness.leg_refused(error)
         listener.say(leg_id, Failed(error))
 
     def abort(self, listener: Listener, leg_id: int, error: HeadraceError, now_s: float) -> None:
@@ -231,20 +216,24 @@ class Desk:
             del self._seats[seat.key]
             if seat.order.transfer_id is not None:
                 del self._side(seat.order.kind)[seat.order.transfer_id]
+            self._sweep()
         else:
             self._arm(seat)
 
     def _say(self, seat: _Seat, word: Word) -> None:
         assert not seat.silent, "a leg spoke after its terminal word"
         self._witness.leg_said(seat.order, word)
-        if isinstance(word, SaidToken):
-            self.counts.tokens += 1
-        elif isinstance(word, Finished | Failed):
+        if isinstance(word, Finished | Failed):
             seat.silent = True
             del self._by_leg[(seat.listener, seat.leg_id)]
-            self.counts.ended[word.error.reason if isinstance(word, Failed) else "finished"] += 1
         if not seat.deaf:
             seat.listener.say(seat.leg_id, word)
+
+    def _sweep(self) -> None:
+        """Timers of legs that have ended lie in the heap until they are due, an hour at most: not too many of them."""
+        if len(self._timers) > 2 * len(self._seats) + SPARE_TIMERS:
+            self._timers = [timer for timer in self._timers if timer[1] in self._seats]
+            heapq.heapify(self._timers)
 
     def _arm(self, seat: _Seat) -> None:
         due_s = seat.leg.due_s

@@ -74,11 +74,6 @@ class Lifecycle:
     def state(self) -> WorkerState:
         return self._state
 
-    @property
-    def accepts(self) -> bool:
-        """New legs are taken."""
-        return self._state is WorkerState.READY
-
     def handle(self, change: Change) -> WorkerState:
         """The state after `change`; a change that the table lacks is a bug."""
         before, after = self._state, NEXT[self._state][change]

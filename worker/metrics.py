@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ..core.errors import HeadraceError
 from ..engine.api import EngineLoad
 from ..transfer.api import LinkDirection, LinkPhase, TransferCounts, TransferStats
 from .leg import Failed, Finished, LegOrder, SaidStarted, SaidToken, SaidTransferred, Word
@@ -44,6 +45,9 @@ class WorkerMetrics:
             "headrace:legs", "Legs that said their terminal word", ["kind", "outcome"], registry=self.registry
         )
         self._opened = Counter("headrace:legs_opened", "Legs opened", ["kind"], registry=self.registry)
+        self._refused = Counter(
+            "headrace:legs_refused", "Legs that were never opened", ["reason"], registry=self.registry
+        )
         self._tokens = Counter("headrace:generation_tokens", "Output tokens sent", registry=self.registry)
         self._computed = Counter("headrace:prompt_tokens", "Prompt tokens computed", registry=self.registry)
         self._alarms = Counter(
@@ -78,6 +82,9 @@ class WorkerMetrics:
         self.registry.register(_Moment(role, snapshots))
 
     # ---- the desk's witness ----
+
+    def leg_refused(self, error: HeadraceError) -> None:
+        self._refused.labels(error.reason).inc()
 
     def leg_opened(self, order: LegOrder) -> None:
         self._opened.labels(order.kind.value).inc()

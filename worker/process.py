@@ -423,6 +423,7 @@ class Worker:
             document["peer_address"] = parts.peer_address
             document["sessions"] = parts.service.num_sessions
             document["peers"] = self._book.num_peers
+            document["streams"] = parts.links.num_links
         return document
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.core.errors import HeadraceError
 from headrace.core.ids import Incarnation, TransferId, WorkerId
 from headrace.core.sampling import SamplingParams
 from headrace.decode.legs import LEGS as DECODE_LEGS
@@ -58,9 +59,12 @@ class Witness:
     """Counts what the desk shows it."""
 
     def __init__(self) -> None:
-        self.opened = 0
+        self.opened = self.refused = 0
         self.said: Counter[str] = Counter()
         self.alarms: list[str] = []
+
+    def leg_refused(self, error: HeadraceError) -> None:
+        self.refused += 1
 
     def leg_opened(self, order: LegOrder) -> None:
         self.opened += 1

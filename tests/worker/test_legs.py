@@ -359,6 +359,18 @@ def test_a_desk_that_does_not_accept_refuses_new_legs(make_desk: Any, make_order
     assert 1 not in rig.ear.words
 
 
+def test_timers_of_legs_that_ended_do_not_pile_up(make_desk: Any, make_order: Any) -> None:
+    """Ten thousand short legs with long timeouts; those that live keep theirs."""
+    rig = make_desk()
+    rig.desk.submit(rig.ear, 0, make_order(LegKind.LOCAL, timeout_s=50.0), 0.0)
+    for leg in range(1, 10_000):
+        rig.desk.submit(rig.ear, leg, make_order(LegKind.LOCAL, timeout_s=1000.0), 0.0)
+        rig.desk.abort(rig.ear, leg, Cancelled("gone"), 0.0)
+    assert len(rig.desk._timers) < 2000
+    rig.desk.on_time(50.0)
+    assert rig.desk.num_legs == 0
+
+
 def test_a_full_desk_refuses(make_desk: Any, make_order: Any) -> None:
     """The number of open legs is bounded."""
     rig = make_desk(max_legs=1)

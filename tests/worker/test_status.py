@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.core.clock import ManualClock
-from headrace.core.errors import ConfigError, TransferFailed
+from headrace.core.errors import ConfigError, Draining, TransferFailed
 from headrace.engine.api import EngineLoad, LegKind
 from headrace.transfer.api import LinkCount, LinkDirection, LinkPhase, TransferCounts, TransferStats
 from headrace.worker.leg import Failed, Finished, SaidStarted, SaidToken, SaidTransferred
@@ -144,7 +144,9 @@ def test_metrics_carry_the_specified_names(status: Status, make_order: Callable[
         Failed(TransferFailed("digest")),
     ):
         status.metrics.leg_said(order, word)
+    status.metrics.leg_refused(Draining("leaving"))
     found = status.samples()
+    assert found[("headrace:legs_refused_total", ("draining",))] == 1
     assert found[("headrace:num_requests_running", ("decode",))] == 2
     assert found[("headrace:num_requests_waiting", ("decode",))] == 3
     assert found[("headrace:kv_pages", ("history", "active"))] == 5
