@@ -120,7 +120,6 @@ class Dispatcher:
                 self,
                 router_id=f"router-{incarnation:016x}",
                 router_incarnation=incarnation,
-                clock=clock,
                 times=times or SessionTimes(),
                 seed=seed,
             )
@@ -394,14 +393,16 @@ class Dispatcher:
         now_s = self._clock.now_s()
         path = sequence.journey.stats.path
         count = len(action.tokens)
+        gaps, gap_s = count, 0.0
         if sequence.last_token_s is None:
             self.metrics.ttft.labels(path).observe(now_s - sequence.arrived_s)
+            gaps -= 1
         else:
             gap_s = (now_s - sequence.last_token_s) / count
-            if sequence.num_tokens == 1:
-                self.metrics.second_token.labels(path).observe(gap_s)
-            for _ in range(count):
-                self.metrics.itl.labels(path).observe(gap_s)
+        if sequence.num_tokens <= 1 < sequence.num_tokens + count:
+            self.metrics.second_token.labels(path).observe(gap_s)
+        for _ in range(gaps):
+            self.metrics.itl.labels(path).observe(gap_s)
         sequence.last_token_s = now_s
         sequence.num_tokens += count
         self.metrics.generation_tokens.inc(count)

@@ -110,6 +110,8 @@ class HttpSurface:
             )
         inner.add_api_route("/ping", self._health, methods=["GET", "POST"], include_in_schema=False)
         inner.add_exception_handler(HTTPException, _plain_error)
+        inner.add_exception_handler(HeadraceError, _our_error)
+        inner.add_exception_handler(Exception, _our_error)
         app: App = inner
         if self._section.cors_origins:
             app = CORSMiddleware(
@@ -145,7 +147,8 @@ class HttpSurface:
             requests.labels(surface, outcome).inc()
         except (ClientGone, Cancelled):
             requests.labels(surface, "cancelled").inc()
-            raise
+            # Nobody is there to be answered; the access log shall say so.
+            scope["headrace.client_gone"] = True
         except HeadraceError as error:
             requests.labels(surface, error_code(error)).inc()
             raise
@@ -377,6 +380,15 @@ def _timeout_s(scope: Scope, longest_s: float) -> float:
     if wanted <= 0:
         raise RequestError("the request timeout must be above 0", param="x-request-timeout-ms")
     return min(wanted, longest_s)
+
+
+async def _our_error(request: HttpRequest, error: Exception) -> Response:
+    """Errors of routes; one that is none of ours is logged by the middleware outside and told as internal."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_error(send, error)
+
+    return _Later(answer)
 
 
 async def _plain_error(request: HttpRequest, error: Exception) -> Response:

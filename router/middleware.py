@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from ..core.errors import Cancelled, Draining, HeadraceError, RequestError
+from ..core.errors import Draining, HeadraceError, RequestError
 from ..proto.engine_convert import status_of
 from .openai_reply import error_body, error_headers
 
@@ -148,7 +148,9 @@ class EdgeMiddleware:
         try:
             receive = await self._admit(scope, receive)
             await self._app(scope, receive, send_with_id)
-        except (ClientGone, Cancelled):
+            if scope.get("headrace.client_gone"):
+                status = 499
+        except ClientGone:
             status = 499
         except HeadraceError as error:
             extra = [(b"connection", b"close")] if isinstance(error, Draining) else []

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from ..core.clock import Clock
 from ..core.errors import HeadraceError, PeerLost
 from ..core.ids import Incarnation, Role
 from ..proto.engine_convert import (
@@ -195,7 +194,6 @@ class WorkerSession:
         *,
         router_id: str,
         router_incarnation: Incarnation,
-        clock: Clock,
         times: SessionTimes,
         seed: int | None = None,
     ) -> None:
@@ -203,13 +201,12 @@ class WorkerSession:
         self._owner = owner
         self._router_id = router_id
         self._incarnation = router_incarnation
-        self._clock = clock
         self._times = times
         self._random = random.Random(seed)
         self._outbox: deque[pb.RouterMessage] = deque()
         self._wake = asyncio.Event()
         self._is_up = False
-        self._heard_s = 0.0
+        self._heard = False
 
     def send(self, message: pb.RouterMessage) -> bool:
         """Queue a message; False if there is no session, so that the leg must be given up."""
@@ -245,7 +242,6 @@ class WorkerSession:
                 description = description_from_message(self.address, first.welcome)
                 self._outbox.clear()
                 self._is_up = True
-                self._heard_s = self._clock.now_s()
                 log.info(
                     "event=session_up worker=%s id=%s role=%s state=%s",
                     self.address, description.ref.worker_id, description.role.value, description.state,
@@ -286,7 +282,7 @@ class WorkerSession:
             message = await call.read()
             if not isinstance(message, pb.WorkerMessage):
                 return
-            self._heard_s = self._clock.now_s()
+            self._heard = True
             kind = message.WhichOneof("kind")
             if kind == "step":
                 self._owner.worker_said(
@@ -303,8 +299,12 @@ class WorkerSession:
             await self._wake.wait()
 
     async def _beat(self, call: Any) -> None:
+        missed = 0
         while True:
+            self._heard = False
             await asyncio.sleep(self._times.beat_s)
-            if self._clock.now_s() - self._heard_s > self._times.beat_s * self._times.missed_beats:
-                raise PeerLost("the worker has been silent for three beats")
+            # Beats are counted, not seconds: when this very loop stood still, the worker was not silent.
+            missed = 0 if self._heard else missed + 1
+            if missed >= self._times.missed_beats:
+                raise PeerLost(f"the worker has been silent for {missed} beats")
             self.send(pb.RouterMessage(beat=pb.Beat()))

@@ -56,7 +56,7 @@ class Cluster:
         return self.pulled.setdefault(transfer, asyncio.Event())
 
     def first_token(self, transfer: bytes) -> asyncio.Future:
-        """What the holder tells the taker: whether its token ended the request."""
+        """What the holder tells the taker: why its token ended the request, or None."""
         return self.served.setdefault(transfer, asyncio.get_running_loop().create_future())
 
 
@@ -217,9 +217,9 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
             ended = await self._say_token(submit, sampling, original, done, say, done)
             if ended is not None:
                 say(finished=pb.Finished(reason=convert.finish_to_message(ended), prefill_s=0.01))
-                self.cluster.first_token(submit.transfer_id).set_result(True)
+                self.cluster.first_token(submit.transfer_id).set_result(ended)
                 return
-            self.cluster.first_token(submit.transfer_id).set_result(False)
+            self.cluster.first_token(submit.transfer_id).set_result(None)
             say(finished=pb.Finished(reason=pb.Finished.REASON_PREFILLED, prefill_s=0.01))
             return
         say(reserved=pb.Reserved(held_tokens=0))
@@ -227,9 +227,10 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
         if submit.kind == pb.LEG_KIND_GENERATE:
             self.cluster.pull(submit.transfer_id).set()
             async with asyncio.timeout(10):
-                if await self.cluster.first_token(submit.transfer_id):
-                    say(failed=pb.Failed(reason="transfer_failed", message="the first token ended the request"))
-                    return
+                ended = await self.cluster.first_token(submit.transfer_id)
+            if ended is not None:
+                say(finished=pb.Finished(reason=convert.finish_to_message(ended)))
+                return
             say(
                 transferred=pb.Transferred(
                     num_bytes=1000, num_segments=2, num_pages=3, seconds=0.01, tail_seconds=0.001, transport="fake"

@@ -11,7 +11,7 @@ from headrace.config.tree import Config, ModelSection, RouterSection
 from headrace.router.main import Router
 from headrace.router.session import SessionTimes
 
-TIMES = SessionTimes(connect_s=2.0, beat_s=0.2, first_pause_s=0.01, longest_pause_s=0.05)
+TIMES = SessionTimes(connect_s=2.0, beat_s=0.3, first_pause_s=0.01, longest_pause_s=0.05)
 
 
 @dataclass
@@ -73,3 +73,9 @@ def in_world(roles=("prefill", "decode"), **settings):
         return wrapper
 
     return decorate
+
+
+def script_of(world_, text):
+    """A script that says these words, then EOS."""
+    ids = [*world_.router.edge.model.tokenizer.encode_raw(text), 1]
+    return lambda prompt, sampling, index: ids[min(index, len(ids) - 1)]

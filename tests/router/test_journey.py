@@ -136,6 +136,18 @@ def test_first_token_that_ends_the_request_ends_both_legs():
     assert {action.leg for action in of_kind(actions, j.AbortLeg)} == {generate.leg, prefill.leg}
 
 
+def test_decode_leg_may_hear_of_an_early_end_first():
+    """It says that the request has ended before the router has the token that ended it."""
+    journey = make_journey()
+    journey.start(0.0)
+    generate, prefill = place(journey)
+    journey.handle(said(generate, j.LegReport(finished=j.LegFinished(FinishReason.STOP))), 0.1)
+    assert not journey.is_over
+    actions = journey.handle(said(prefill, tokens((0, EOS))), 0.2)
+    assert delivered(actions) == [EOS]
+    assert of_kind(actions, j.End)[0].reason is FinishReason.STOP
+
+
 def test_stop_token_id_is_named():
     """A stop id of the request, unlike EOS."""
     journey = make_journey()
