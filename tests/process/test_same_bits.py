@@ -17,6 +17,7 @@ FIRST_ID, LAST_ID = 19, 511
 """Ordinary ids of the demo tokenizer; its special tokens come before."""
 BORDERS = (1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025)
 CONCURRENCY = 8
+NUM_REQUESTS, LONGEST = 50, 2500
 
 
 def draw_requests(rng: random.Random, count: int, longest: int) -> list[dict[str, Any]]:
@@ -60,19 +61,21 @@ def ask_all(cluster: Cluster, requests: Sequence[dict[str, Any]], order: Sequenc
         return dict(pool.map(ask, order))
 
 
-def check_same_bits(checkpoint: Path, kv_dtype: str, rng: random.Random, count: int, longest: int) -> None:
-    requests = draw_requests(rng, count, longest)
+def check_same_bits(checkpoint: Path, kv_dtype: str, rng: random.Random, pairs: int = 1) -> None:
+    requests = draw_requests(rng, NUM_REQUESTS, LONGEST)
+    workers = ("--prefill", str(pairs), "--decode", str(pairs))
     runs: dict[str, dict[int, Any]] = {}
     for name, words in {
         "monolithic": ("--monolithic", "--max-num-batched-tokens", "1024"),
-        "disaggregated": ("--max-num-batched-tokens", "320"),
+        "disaggregated": (*workers, "--max-num-batched-tokens", "320"),
     }.items():
-        order = rng.sample(range(count), count)
+        order = rng.sample(range(NUM_REQUESTS), NUM_REQUESTS)
         with Cluster(checkpoint, "--served-model-name", "demo", "--kv-dtype", kv_dtype, *words) as cluster:
             cluster.wait_ready()
             runs[name] = ask_all(cluster, requests, order)
             if name == "disaggregated":
-                taken = cluster.state("decode-0")["transfers"]["taken"]
+                decoders = [worker for worker in cluster.workers() if worker.startswith("decode")]
+                taken = sum(cluster.state(worker)["transfers"]["taken"] for worker in decoders)
                 assert taken >= sum(request["max_tokens"] > 1 for request in requests)
     for index, request in enumerate(requests):
         expected, found = runs["monolithic"][index], runs["disaggregated"][index]
@@ -83,12 +86,13 @@ def check_same_bits(checkpoint: Path, kv_dtype: str, rng: random.Random, count: 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
 def test_disaggregated_equals_monolithic(demo_checkpoint: Path, kv_dtype: str, rng: random.Random):
     """Other chunk size, other order, other company, another process for the first token: the same bits."""
-    check_same_bits(demo_checkpoint, kv_dtype, rng, count=12, longest=1100)
+    check_same_bits(demo_checkpoint, kv_dtype, rng)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("run", range(3))
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
-def test_disaggregated_equals_monolithic_at_length(demo_checkpoint: Path, kv_dtype: str, rng: random.Random):
-    """Fifty requests of up to 2,500 tokens."""
-    check_same_bits(demo_checkpoint, kv_dtype, rng, count=50, longest=2500)
+def test_two_pairs_equal_monolithic(demo_checkpoint: Path, kv_dtype: str, run: int, rng: random.Random):
+    """More seeds, and requests that take any of four ways through two workers of each role."""
+    check_same_bits(demo_checkpoint, kv_dtype, rng, pairs=2)
