@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -44,14 +44,13 @@ class DeadlineHeap(Generic[Key]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def pop_due(self, now_s: float) -> list[Key]:
-        """Take out all keys whose deadline is not later than now, earliest first."""
-        due: list[Key] = []
+    def pop_due(self, now_s: float) -> Iterator[Key]:
+        """Take out all keys whose deadline is not later than now, earliest first, one by one: what is done about one
+        may move or drop the next."""
         while (first_s := self.next_s()) is not None and first_s <= now_s:
             key = heapq.heappop(self._heap)[2]
             del self._due_s[key]
-            due.append(key)
-        return due
+            yield key
 
     def _rebuild(self) -> None:
         live = [entry for entry in self._heap if self._due_s.get(entry[2]) == entry[0]]

@@ -612,6 +612,7 @@ class Links:
 
     def _up(self, link: OutLink, bytes_per_s: float) -> None:
         self._deadlines.drop(("handshake", link.peer))
+        self._deadlines.drop(("agent", link.peer))
         link.bytes_per_s = bytes_per_s
         link.failures = 0
         self._step(link, S.PROVED, "")
@@ -666,7 +667,7 @@ class Links:
                 self._actions.append(ToTaker(LinkLost(link.link_id, reason)))
             if close:
                 self._actions.append(Deliver(CloseLink(link.link_id, reason)))
-        if link.agent is not None:
+        if link.agent is not None and ("agent", link.peer) not in self._deadlines:
             self._deadlines.set(("agent", link.peer), self._now_s + AGENT_KEPT_S)
         link.welcome = None
 
@@ -857,7 +858,9 @@ class Links:
                 case "probe_read":
                     self._probe_overdue(link)
                 case "agent":
-                    if link.phase in (P.DOWN, P.INCOMPATIBLE):
+                    if link.phase is P.HANDSHAKING and link.stage in (Stage.ADDING, Stage.PROBING):
+                        self._deadlines.set(("agent", name), self._now_s + HANDSHAKE_S)
+                    else:
                         self._leave(link)
                 case _:
                     raise AssertionError(kind)

@@ -331,7 +331,7 @@ def test_deadline_heap_agrees_with_a_dictionary(steps):
             plain[key] = due_s
         assert heap.next_s() == min(plain.values(), default=None)
         assert len(heap) == len(plain)
-    due = heap.pop_due(25)
+    due = list(heap.pop_due(25))
     assert sorted(due) == sorted(key for key, due_s in plain.items() if due_s <= 25)
     assert [plain[key] for key in due] == sorted(plain[key] for key in due)
     assert all(key not in heap for key in due)
