@@ -28,6 +28,7 @@ from .leg import Word
 logger = logging.getLogger(__name__)
 
 BEAT_S = 2.0
+SILENCE_S = 3 * BEAT_S
 """A router silent for three beats is taken for dead."""
 HELLO_S = 5.0
 WRITE_S = 6.0
@@ -111,6 +112,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         fatal: Callable[[BaseException], None],
         clock: Clock,
         beat_s: float = BEAT_S,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._desk = desk
         self._intake = intake
@@ -120,7 +122,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self._fatal = fatal
         self._clock = clock
         self._beat_s = beat_s
-        self._silence_s = 3 * beat_s
+        self._silence_s = silence_s
         self._sessions: set[RouterSession] = set()
 
     @property
