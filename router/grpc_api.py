@@ -99,6 +99,8 @@ def proto_path(param: str) -> str:
         return f"chat.{name}{rest}"
     if name in _SAMPLING:
         return f"sampling.{param}"
+    if name == "structured_outputs":
+        return "sampling.constraint"
     if name == "prompt":
         return f"token_ids.ids{rest}" if rest else "prompt"
     if name in ("logprobs", "top_logprobs"):
