@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from ..core.errors import HeadraceError
 from ..core.sampling import FinishReason, SamplingParams, TokenLogprobs
+from ..kvcache.allocator import PoolCounts
 from ..kvcache.sequence import SequencePages
 
 
@@ -182,6 +183,6 @@ class EngineLoad:
     steps: int
     last_progress_s: float
     """Monotonic time of the last step end; with work present and this long ago, the worker is wedged."""
-    pools: dict[str, tuple[int, int, int, int, int]]
-    """By pool kind: total, free, active, cached, reserved."""
+    pools: dict[str, PoolCounts]
+    """By pool kind."""
     audit_mismatches: int

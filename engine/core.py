@@ -75,6 +75,8 @@ class _Sequence:
     computed: int = 0
     started: bool = False
     started_s: float = 0.0
+    prefill_s: float = 0.0
+    """From the first chunk's scheduling to the first token."""
     pages: SequencePages = field(default_factory=SequencePages)
 
     @property
@@ -196,7 +198,7 @@ class Engine:
                     sequence.tokens.append(first_token)
                     sequence.history.add(first_token)
                     sequence.phase = Phase.RUNNING
-                    self._end_if_over(key, sequence, first_token, sampled_here=False)
+                    self._end_if_over(key, sequence, first_token)
             case Release(key):
                 sequence = self._sequences.get(key)
                 if sequence is not None and sequence.phase in (Phase.HELD, Phase.LANDING):
@@ -338,12 +340,14 @@ class Engine:
             return
         relative = sequence.index - sequence.request.num_output_tokens
         token, logprobs = sample(rows[-1], params, sequence.history, sequence.index, relative)
+        if len(sequence.tokens) == sequence.num_prompt:
+            sequence.prefill_s = self._clock.now_s() - sequence.started_s
         self._events.append(TokenSampled(key, sequence.index, token, logprobs))
         sequence.tokens.append(token)
         sequence.history.add(token)
-        self._end_if_over(key, sequence, token, sampled_here=True)
+        self._end_if_over(key, sequence, token)
 
-    def _end_if_over(self, key: int, sequence: _Sequence, token: int, *, sampled_here: bool) -> None:
+    def _end_if_over(self, key: int, sequence: _Sequence, token: int) -> None:
         params, reason, stop_id = sequence.request.sampling, None, None
         if token in params.stop_token_ids:
             reason, stop_id = FinishReason.STOP, token
@@ -356,7 +360,6 @@ class Engine:
             if len(sequence.tokens) == sequence.num_prompt + 1 and sequence.request.kind is LegKind.LOCAL:
                 self._manager.shrink(key, 1)  # the prompt is over: a chunk's worth of window pages goes back
             return
-        spent_s = self._clock.now_s() - sequence.started_s if sampled_here else 0.0
         if prefilled:
             sequence.pages = self._manager.pages(key)
             self._manager.shrink(key, 0)
@@ -364,7 +367,8 @@ class Engine:
         else:
             self._drop(key)
         pages = sequence.pages if prefilled else None
-        self._events.append(SequenceFinished(key, reason, stop_id, sequence.num_prompt, spent_s, pages))
+        computed = 0 if sequence.request.kind is LegKind.GENERATE else sequence.num_prompt
+        self._events.append(SequenceFinished(key, reason, stop_id, computed, sequence.prefill_s, pages))
 
     # ---- books ----
 
@@ -376,8 +380,6 @@ class Engine:
             for s in self._sequences.values()
             if s.phase is not Phase.HELD and s.request.kind is not LegKind.GENERATE
         )
-        pools = {
-            kind.value: (c.total, c.free, c.active, c.landing, c.reserved) for kind, c in self._manager.counts().items()
-        }
+        pools = {kind.value: counts for kind, counts in self._manager.counts().items()}
         mismatches = len(self._manager.check() if running else self._manager.audit())
         return EngineLoad(running, waiting, queued, self._steps, self._progress_s, pools, mismatches)

@@ -152,10 +152,10 @@ class _Moment(Collector):
         yield _gauge("headrace:num_requests_waiting", "Sequences in the queue", ["role"], [(role, load.waiting)])
         yield _gauge("headrace:queued_tokens", "Uncached prompt tokens not computed", [], [((), load.queued_tokens)])
         pages, credits, usage = [], [], []
-        for kind, (total, free, active, cached, reserved) in load.pools.items():
-            pages += [((kind, "free"), free), ((kind, "active"), active), ((kind, "cached"), cached)]
-            credits.append(((kind,), reserved))
-            usage.append(((kind,), active / total if total else 0.0))
+        for kind, c in load.pools.items():
+            pages += [((kind, "free"), c.free), ((kind, "active"), c.active), ((kind, "landing"), c.landing)]
+            credits.append(((kind,), c.reserved))
+            usage.append(((kind,), c.active / c.total if c.total else 0.0))
         yield _gauge("headrace:kv_pages", "Pages by pool and state", ["pool", "state"], pages)
         yield _gauge("headrace:kv_credits_reserved", "Pages promised, not yet bound", ["pool"], credits)
         yield _gauge("headrace:kv_cache_usage_perc", "Share of active pages, 0 to 1", ["pool"], usage)

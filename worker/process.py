@@ -397,8 +397,10 @@ class Worker:
             waiting=load.waiting,
             queued_tokens=load.queued_tokens,
             pools={
-                kind: engine_pb2.PoolLoad(total=total, free=free, active=active, cached=cached, reserved=reserved)
-                for kind, (total, free, active, cached, reserved) in load.pools.items()
+                kind: engine_pb2.PoolLoad(
+                    total=c.total, free=c.free, active=c.active, landing=c.landing, reserved=c.reserved
+                )
+                for kind, c in load.pools.items()
             },
             landing_held=counts.landing_held,
             audit_mismatches=load.audit_mismatches + len(counts.audit),

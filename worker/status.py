@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import uvicorn
@@ -170,7 +170,6 @@ class StatusServer:
             "stalled_s": round(source.watch.stalled_s, 3),
         }
         if load is not None:
-            names = ("total", "free", "active", "cached", "reserved")
             document["engine"] = {
                 "running": load.running,
                 "waiting": load.waiting,
@@ -178,7 +177,7 @@ class StatusServer:
                 "steps": load.steps,
                 "audit_mismatches": load.audit_mismatches,
             }
-            document["pools"] = {kind: dict(zip(names, sizes, strict=True)) for kind, sizes in load.pools.items()}
+            document["pools"] = {kind: asdict(counts) for kind, counts in load.pools.items()}
         if counts is not None:
             document["transfers"] = {
                 "subscriptions": dict(counts.subscriptions),

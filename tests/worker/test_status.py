@@ -16,13 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.core.clock import ManualClock
 from headrace.core.errors import ConfigError, Draining, TransferFailed
 from headrace.engine.api import EngineLoad, LegKind
+from headrace.kvcache.allocator import PoolCounts
 from headrace.transfer.api import LinkCount, LinkDirection, LinkPhase, TransferCounts, TransferStats
 from headrace.worker.leg import Failed, Finished, SaidStarted, SaidToken, SaidTransferred
 from headrace.worker.lifecycle import ProgressWatch, WorkerState
 from headrace.worker.metrics import Snapshots, WorkerMetrics
 from headrace.worker.status import StatusServer, StatusSource
 
-LOAD = EngineLoad(2, 3, 700, 41, 0.0, {"history": (10, 4, 5, 1, 2), "window": (20, 20, 0, 0, 0)}, 0)
+LOAD = EngineLoad(2, 3, 700, 41, 0.0, {"history": PoolCounts(10, 4, 5, 1, 2), "window": PoolCounts(20, 20, 0, 0, 0)}, 0)
 COUNTS = TransferCounts(
     send_buffers={"free": 3, "announced": 1},
     landing_buffers={"free": 2, "held": 1},
@@ -181,7 +182,7 @@ def test_state_tells_pools_transfers_and_links(status: Status) -> None:
     """One JSON document for who debugs."""
     document = json.loads(status.get("/state")[1])
     assert document["worker_id"] == "decode-0"
-    assert document["pools"]["history"] == {"total": 10, "free": 4, "active": 5, "cached": 1, "reserved": 2}
+    assert document["pools"]["history"] == {"total": 10, "free": 4, "active": 5, "landing": 1, "reserved": 2}
     assert document["transfers"]["pulls"] == {"taking": 2}
     assert document["links"][0]["transport"] == "nixl/UCX tcp"
     assert document["transfers"]["audit"] == []
