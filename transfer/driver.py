@@ -61,7 +61,8 @@ class Driver(Protocol):
     def post_read(
         self, peer: str, *, local: int, remote: int, num_bytes: int, remote_device: str, note: bytes
     ) -> ReadHandle:
-        """Start a READ. `note` reaches the peer once `poll` here has seen DONE. Raises PeerError: nothing runs."""
+        """Start a READ. `note` reaches the peer when it has ended well: at the latest once `poll` has seen DONE, but
+        perhaps before. Raises PeerError: nothing runs."""
         ...
 
     def poll(self, handle: ReadHandle) -> ReadState:

@@ -146,6 +146,8 @@ class OutLink:
     """A READ of it has failed: it is removed before the next handshake."""
     transport: str = ""
     bytes_per_s: float = 0.0
+    warm: bool = False
+    """The first probe has landed. It paid for the connection and for untouched memory: the second is timed."""
     probe_landing: int | None = None
     probe_posted_s: float = 0.0
     overdue: set[int] = field(default_factory=set)
@@ -401,6 +403,7 @@ class Links:
         self._step(link, S.DIAL, "")
         link.link_id = next(self._new_link_id)
         link.stage = Stage.DIALLING
+        link.warm = False
         self._deadlines.set(("handshake", link.peer), self._now_s + HANDSHAKE_S)
         self._actions.append(Deliver(Dial(link.link_id, link.peer, link.address)))
 
@@ -575,6 +578,9 @@ class Links:
         elif link.phase is P.HANDSHAKING and wanted and wanted not in event.transport:
             # Never a silent fall-back: the link is refused, loudly.
             self._mismatch(link, f"transport is {event.transport!r}, required {wanted!r}")
+        elif link.phase is P.HANDSHAKING and not link.warm:
+            link.warm = True
+            self._try_probe(link)
         elif link.phase is P.HANDSHAKING:
             self._up(link, (HEADER_BYTES + welcome.probe.payload_bytes) / seconds)
         elif link.phase is P.SUSPECT:

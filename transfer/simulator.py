@@ -739,7 +739,8 @@ def run_world(
     for _ in range(num_transfers):
         world.start_transfer()
         world.run(world.now_s + world.rng.expovariate(10.0))
-    world.run(world.now_s + 1.0)
+    # Long enough for the transfers' own deadlines, so that most of what happens happens under faults.
+    world.run_until_idle(max_s=10.0)
     world.heal()
     # Leases, back-offs and kept agents are the longest waits.
     if not world.run_until_idle(max_s=120.0):
