@@ -161,7 +161,10 @@ class EdgeMiddleware:
             if status == 0:
                 await send_error(send_with_id, error)
         finally:
-            access_log.info(
+            # Probes and scrapes come every second or so, and say nothing while all is well.
+            quiet = scope["path"] in OPEN_ROUTES and status in (200, 503)
+            access_log.log(
+                logging.DEBUG if quiet else logging.INFO,
                 "event=access method=%s path=%s status=%d seconds=%.4f request_id=%s",
                 scope["method"], scope["path"][:200], status, time.monotonic() - started_s, request_id,
             )  # fmt: skip
