@@ -106,6 +106,10 @@ class SendBuffers:
         self._free = deque(range(num_buffers))
         self._by_link: Counter[int] = Counter()
 
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
     def may_fill(self, link_id: int) -> bool:
         """A buffer is free and this taker is below its share."""
         return bool(self._free) and self._by_link[link_id] < self._max_per_link
@@ -225,6 +229,10 @@ class LandingBuffers:
         self._max_per_agent = max_per_agent
         self._free = deque(range(num_buffers))
         self._by_agent: Counter[str] = Counter()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
 
     def may_post(self, agent: str) -> bool:
         return bool(self._free) and self._by_agent[agent] < self._max_per_agent

@@ -253,13 +253,12 @@ class Holder:
             owner = self._open.get(buffer.owner)
             if owner is None or (buffer.phase is not SendPhase.DRAINING and buffer.index not in owner.ranges):
                 wrong.append(f"holder: buffer {buffer.index} ({buffer.phase.value}) belongs to nobody open")
+        copying = (SendPhase.FILLING, SendPhase.DRAINING)
+        filling = Counter(buffer.owner for buffer in self._buffers.buffers if buffer.phase in copying)
         for subscription in self._open.values():
-            filling = sum(
-                buffer.owner == subscription.transfer_id and buffer.phase in (SendPhase.FILLING, SendPhase.DRAINING)
-                for buffer in self._buffers.buffers
-            )
-            if filling != subscription.num_gathering:
-                wrong.append(f"holder: {subscription.num_gathering} gathers counted, {filling} buffers filling")
+            num_filling = filling[subscription.transfer_id]
+            if num_filling != subscription.num_gathering:
+                wrong.append(f"holder: {subscription.num_gathering} gathers counted, {num_filling} buffers filling")
             if subscription.phase in FINAL and not subscription.num_gathering:
                 wrong.append("holder: an ended subscription without a gather is still open")
         linked = Counter(s.link_id for s in self._open.values() if s.link_id is not None and s.phase not in FINAL)
@@ -509,7 +508,7 @@ class Holder:
     def _give_out(self) -> None:
         """Free buffers go to subscriptions in turn, one each."""
         passed = 0
-        while self._turn and passed < len(self._turn):
+        while self._buffers.num_free and passed < len(self._turn):
             transfer_id = self._turn.popleft()
             subscription = self._open.get(transfer_id)
             if subscription is None or subscription.phase in FINAL or not subscription.plan:

@@ -446,7 +446,7 @@ class Taker:
     def _post_reads(self) -> None:
         """Free landing buffers go to transfers in turn, one each; announced segments wait, unread, for them."""
         passed = 0
-        while self._turn and passed < len(self._turn):
+        while self._buffers.num_free and passed < len(self._turn):
             transfer_id = self._turn.popleft()
             transfer = self._open.get(transfer_id)
             if transfer is None or not transfer.pending:
