@@ -5,9 +5,9 @@
 // C is a constant of the launch and the cut depends on the token's own lengths alone, never on the batch: so does the
 // result (batch-invariant). The blocks exchange partial sums through distributed shared memory and add them in run order.
 //
-// A block is four warp-groups. Two produce: they gather entries straight into registers, decode e4m3 to bf16 and write
-// tiles into two shared buffers; while
-// the products run, the whole next tile (36 KB) is on its way, and the one after has been asked into L2. Warp-group 0 multiplies q by the tile, does the softmax and the product with
+// A block is four warp-groups. Two produce: they gather entries, half into registers and half into a ring of shared memory,
+// decode e4m3 to bf16 and write tiles into two shared buffers; a whole tile (36 KB) is always on its way, also while another
+// is converted, and the one after has been asked into L2. Warp-group 0 multiplies q by the tile, does the softmax and the product with
 // channels 0..255; warp-group 1 the product with channels 256..511, from the probabilities left in shared memory.
 //
 // Decoding e4m3 is integer work: sign, exponent and mantissa bits are moved into place as a bf16 of 2^-120 times the value
@@ -57,8 +57,10 @@ struct Params {
 namespace {
 
 constexpr int kTile = 64, kRowBytes = 576;
-constexpr uint32_t kQ = 0, kK = 65536, kKBytes = 65536, kP = 196608, kPBytes = 8192;
-constexpr uint32_t kAlpha = 212992;           // [2][64] fp32
+constexpr uint32_t kQ = 0, kK = 65536, kKBytes = 65536, kP = 196608;
+constexpr uint32_t kRaw = 204800;             // [5][256 threads] of 16 bytes: what of the next tile does not wait in registers
+constexpr int kInRegisters = 4, kChunks = 9;  // pieces of 16 bytes that a thread has of an entry
+constexpr uint32_t kAlpha = kRaw + (kChunks - kInRegisters) * 4096;  // [2][64] fp32
 constexpr uint32_t kBias = kAlpha + 512;      // [2][64] fp32: 0, or -inf where a row of the tile holds no entry
 constexpr uint32_t kMax = kBias + 512;        // [4][64] fp32, log2 units: of each block of the cluster
 constexpr uint32_t kSum = kMax + 1024;        // [4][64] fp32
@@ -147,6 +149,12 @@ __device__ __forceinline__ uint32_t decode2(uint32_t codes, uint32_t factor) {
   return mul_bf16x2((t & 0x80008000u) | ((t >> 4) & 0x07f007f0u), factor);
 }
 
+__device__ __forceinline__ uint4 ld_u4(uint32_t addr) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr));
+  return v;
+}
+
 // Fills the tiles. A thread has a row of every tile and, of its entry, 16 channels of each scale group and 16 of the rotary
 // part. The four threads of a row keep the slots of four tiles among them (slots) and the next four (later).
 __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t smem, int token, int tid, int32_t slots, int32_t later,
@@ -154,15 +162,19 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
   const int row = tid >> 2, part = tid & 3, lane = tid & 31;
   const uint32_t x = row & 7, line = smem + kK + row * 128;
   const uint32_t a0 = ((2 * part) ^ x) << 4, a1 = ((2 * part + 1) ^ x) << 4;
-  uint4 raw[9];
+  const uint32_t ring = smem + kRaw + tid * 16;
+  uint4 raw[kInRegisters];
   uint2 scale = make_uint2(0, 0);
-  auto fetch = [&](int tile, int32_t slot) {
-    const bool ok = slot >= 0;
-    const Place at = locate(p, c, tile, slot);
-    const uint8_t* from = at.row + part * 16;
+  auto fetch = [&](const Place& at, bool ok) {
 #pragma unroll
-    for (int j = 0; j < 9; ++j) raw[j] = load_or_zero(from + j * 64, ok);
+    for (int j = 0; j < kInRegisters; ++j) raw[j] = load_or_zero(at.row + part * 16 + j * 64, ok);
     scale = ok ? ld_once_v2(at.scale) : make_uint2(0, 0);
+  };
+  // Only the thread itself reads what it asks for here, so there is no barrier: it waits for its own copies.
+  auto fetch_ring = [&](const Place& at, bool ok, int j) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(ring + (j - kInRegisters) * 4096),
+                 "l"(at.row + part * 16 + j * 64), "r"(ok ? 16 : 0)
+                 : "memory");
   };
   auto ask = [&](int tile, int32_t slot) {  // to L2, so that the load itself is shorter when its time comes
     if (slot < 0) return;
@@ -174,7 +186,12 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
   HR_MARK(50);
   int32_t slot = slot_at(0), next_slot = slot_at(1);
   HR_MARK(51);
-  fetch(0, slot);
+  {
+    const Place at = locate(p, c, 0, slot);
+    fetch(at, slot >= 0);
+#pragma unroll
+    for (int j = kInRegisters; j < kChunks; ++j) fetch_ring(at, slot >= 0, j);
+  }
   HR_MARK(1);
 #pragma unroll 1
   for (int it = 0; it < c.count; ++it) {
@@ -190,39 +207,41 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
     mbar_wait(empty + 8 * buf, ((it >> 1) & 1) ^ 1);
     HR_MARK(5 + 4 * it);
     if (part == 0) st_shared_b32(smem + kBias + buf * 256 + row * 4, slot >= 0 ? 0u : 0xff800000u);
+    auto convert = [&](int j, const uint4& d, const uint2& s) {
+      if (j < 7) {
+        uint32_t f = min((((j < 4 ? s.x : s.y) >> (8 * (j & 3))) & 0xff) + 88u, 255u) << 7;
+        f |= f << 16;
+        st_shared_v4(tile + a0 + j * 8192,
+                     make_uint4(decode2<0x1404>(d.x, f), decode2<0x3424>(d.x, f), decode2<0x1404>(d.y, f), decode2<0x3424>(d.y, f)));
+        st_shared_v4(tile + a1 + j * 8192,
+                     make_uint4(decode2<0x1404>(d.z, f), decode2<0x3424>(d.z, f), decode2<0x1404>(d.w, f), decode2<0x3424>(d.w, f)));
+      } else {
+        constexpr uint32_t f = 0x2f802f80u;  // 2^-32, twice
+        st_shared_v4(tile + 7 * 8192 + (((4 * (j - 7) + part) ^ x) << 4),
+                     make_uint4(mul_bf16x2(d.x, f), mul_bf16x2(d.y, f), mul_bf16x2(d.z, f), mul_bf16x2(d.w, f)));
+      }
+    };
+    // As each piece is converted, the same piece of the next tile is asked for: a whole tile is always on its way. Loads that
+    // wait in registers go together, since those that trickle in would share scoreboards with the ones waited for.
+    const uint2 scale_now = scale;
+    slot = next_slot;
+    next_slot = after_slot;
+    const Place at = locate(p, c, it + 1, slot);
 #pragma unroll
-    for (int j = 0; j < 7; ++j) {
-      uint32_t f = min((((j < 4 ? scale.x : scale.y) >> (8 * (j & 3))) & 0xff) + 88u, 255u) << 7;
-      f |= f << 16;
-      const uint4 d = raw[j];
-      st_shared_v4(tile + a0 + j * 8192,
-                   make_uint4(decode2<0x1404>(d.x, f), decode2<0x3424>(d.x, f), decode2<0x1404>(d.y, f), decode2<0x3424>(d.y, f)));
-      st_shared_v4(tile + a1 + j * 8192,
-                   make_uint4(decode2<0x1404>(d.z, f), decode2<0x3424>(d.z, f), decode2<0x1404>(d.w, f), decode2<0x3424>(d.w, f)));
-    }
-    constexpr uint32_t f = 0x2f802f80u;  // 2^-32, twice
+    for (int j = 0; j < kInRegisters; ++j) convert(j, raw[j], scale_now);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    fetch(at, slot >= 0);
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const uint4 d = raw[7 + j];
-      st_shared_v4(tile + 7 * 8192 + (((4 * j + part) ^ x) << 4),
-                   make_uint4(mul_bf16x2(d.x, f), mul_bf16x2(d.y, f), mul_bf16x2(d.z, f), mul_bf16x2(d.w, f)));
+    for (int j = kInRegisters; j < kChunks; ++j) {
+      convert(j, ld_u4(ring + (j - kInRegisters) * 4096), scale_now);
+      fetch_ring(at, slot >= 0, j);
     }
     HR_MARK(6 + 4 * it);
     fence_async();
     __syncwarp();
     if (lane == 0) mbar_arrive(full + 8 * buf);
     HR_MARK(3 + 4 * it);
-    // All loads at once, after all conversions: loads that trickle in among them would share scoreboards with those waited for.
-    slot = next_slot;
-    next_slot = after_slot;
-    fetch(it + 1, slot);
   }
-}
-
-__device__ __forceinline__ uint4 ld_u4(uint32_t addr) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr));
-  return v;
 }
 
 // Asks for q of 64 heads, straight into its place in shared memory; a warp has 8 of them. Missing heads become zeros.
@@ -465,15 +484,15 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     ask_q(p, smem, token, head0, warp, lane);
   }
   const uint32_t bars = smem + kBars;
-  // full[2], empty[2] of the tiles; written[2], read[2] of the probabilities. A warp arrives as one.
-  const uint32_t full = bars, empty = bars + 16, p_full = bars + 32, p_empty = bars + 48;
+  // full[2], empty[2] of the tiles; written, read of the probabilities. A warp arrives as one.
+  const uint32_t full = bars, empty = bars + 16, p_full = bars + 32, p_empty = bars + 40;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       mbar_init(full + 8 * i, 8);
       mbar_init(empty + 8 * i, 8);
-      mbar_init(p_full + 8 * i, 4);
-      mbar_init(p_empty + 8 * i, 4);
     }
+    mbar_init(p_full, 4);
+    mbar_init(p_empty, 4);
     fence_barrier_init();
   }
   __syncthreads();
@@ -580,8 +599,8 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
 #pragma unroll
         for (int j = 0; j < 4; ++j) pr[kk][j] = pack_bf16(s[8 * kk + 2 * j], s[8 * kk + 2 * j + 1]);
 
-      mbar_wait(p_empty + 8 * buf, ((it >> 1) & 1) ^ 1);
-      const uint32_t line = smem + kP + buf * kPBytes + row0 * 128 + quad * 4;
+      mbar_wait(p_empty, (it & 1) ^ 1);
+      const uint32_t line = smem + kP + row0 * 128 + quad * 4;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         uint32_t chunk = (i ^ (row0 & 7)) << 4;
@@ -595,7 +614,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       }
       fence_async();
       __syncwarp();
-      if (lane == 0) mbar_arrive(p_full + 8 * buf);
+      if (lane == 0) mbar_arrive(p_full);
       HR_MARK(6 + 4 * it);
       if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
@@ -631,9 +650,9 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     for (int it = 0; it < c.count; ++it) {
       const int buf = it & 1;
       const uint64_t v_desc = operand(smem + kK + buf * kKBytes + 4 * 8192, 8192, 1024);
-      const uint64_t p_desc = operand(smem + kP + buf * kPBytes, 16, 1024);
+      const uint64_t p_desc = operand(smem + kP, 16, 1024);
       mbar_wait(full + 8 * buf, (it >> 1) & 1);
-      mbar_wait(p_full + 8 * buf, (it >> 1) & 1);
+      mbar_wait(p_full, it & 1);
       HR_MARK(4 + 4 * it);
       const float* al = (const float*)(shared_bytes + kAlpha + buf * 256);
       float alpha[2] = {al[row0], al[row0 + 8]};
@@ -652,7 +671,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       HR_MARK(5 + 4 * it);
       if (lane == 0) {
         mbar_arrive(empty + 8 * buf);
-        mbar_arrive(p_empty + 8 * buf);
+        mbar_arrive(p_empty);
       }
     }
     finish<C>(p, smem, o, token, head0, rank, group, warp, lane);
