@@ -27,13 +27,13 @@ demo: setup ## serve the demo checkpoint, ask it something, show what happened (
 test: lint unit process ## lint, types and all tests but the slow ones
 
 unit: setup
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not multinode and not process" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not multinode and not process" $(ARGS)
 
 process: setup
-	$(BIN)/python -m pytest -m "process and not slow and not gpu and not multinode" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m "process and not slow and not gpu and not multinode" $(ARGS)
 
 nightly: lint ## everything that runs without a GPU, the slow tests too
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not multinode and not process" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not multinode and not process" $(ARGS)
 	$(BIN)/python -m pytest -m "process and not gpu and not multinode" $(ARGS)
 
 lint: setup ## ruff and mypy

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2
+import httpx
 
 READY_LIMIT_S = 120.0
 
@@ -51,7 +51,7 @@ class Sample:
     output_tokens: int
 
 
-async def one(client: httpx2.AsyncClient, body: dict[str, Any]) -> Sample:
+async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> Sample:
     begin_s = time.perf_counter()
     arrivals: list[float] = []
     tokens = 0
@@ -73,7 +73,7 @@ async def one(client: httpx2.AsyncClient, body: dict[str, Any]) -> Sample:
 async def drive(url: str, load: Load) -> dict[str, float]:
     """A closed loop of `concurrency` clients; the figures of one run, warm-up not counted."""
     rng = random.Random(load.seed)
-    async with httpx2.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600.0, trust_env=False) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         bodies = [
             {
@@ -131,9 +131,9 @@ def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     end_s = time.monotonic() + READY_LIMIT_S
     while time.monotonic() < end_s and process.poll() is None:
         try:
-            if httpx2.get(f"{url}/ready", trust_env=False).status_code == 200:
+            if httpx.get(f"{url}/ready", trust_env=False).status_code == 200:
                 return
-        except httpx2.HTTPError:
+        except httpx.HTTPError:
             pass
         time.sleep(0.1)
     raise RuntimeError(f"{url} did not get ready")

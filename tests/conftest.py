@@ -16,14 +16,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seed", type=int, default=None, help="replay with this seed instead of the test name's own")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of real processes come last, one after another on one xdist worker: they measure, and they take ports."""
-    for item in items:
-        if item.get_closest_marker("process"):
-            item.add_marker(pytest.mark.xdist_group("process"))
-    items.sort(key=lambda item: item.get_closest_marker("process") is not None)
-
-
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """The test's own number, the same on every machine; printed when the test fails, `--seed N` replays it."""

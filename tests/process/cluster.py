@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx2
+import httpx
 
 from headrace.cli.ports import free_ports
 
@@ -62,7 +62,7 @@ class Cluster:
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.http = httpx2.Client(base_url=self.url, timeout=60.0, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
         self._seen: dict[int, Child] = {}
 
     def __enter__(self) -> Cluster:
@@ -114,7 +114,7 @@ class Cluster:
         """What the router says on /ready."""
         try:
             return self.http.get("/ready", timeout=5.0).status_code == 200
-        except httpx2.HTTPError:
+        except httpx.HTTPError:
             return False
 
     def children(self) -> dict[str, Child]:
@@ -147,7 +147,7 @@ class Cluster:
     def state(self, name: str) -> dict[str, Any]:
         """A worker's /state."""
         port = self.children()[name].status_port
-        found = httpx2.get(f"http://127.0.0.1:{port}/state", timeout=10.0, trust_env=False).json()
+        found = httpx.get(f"http://127.0.0.1:{port}/state", timeout=10.0, trust_env=False).json()
         assert isinstance(found, dict)
         return found
 

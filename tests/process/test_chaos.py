@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx2
+import httpx
 import pytest
 from process.cluster import Cluster, unclean
 
@@ -34,7 +34,7 @@ class Outcome:
     text: str = ""
 
 
-async def ask(client: httpx2.AsyncClient, request: dict[str, Any], leave_after_s: float | None) -> Outcome:
+async def ask(client: httpx.AsyncClient, request: dict[str, Any], leave_after_s: float | None) -> Outcome:
     outcome = Outcome()
     try:
         async with asyncio.timeout(leave_after_s):
@@ -44,7 +44,7 @@ async def ask(client: httpx2.AsyncClient, request: dict[str, Any], leave_after_s
     return outcome
 
 
-async def _read(client: httpx2.AsyncClient, request: dict[str, Any], outcome: Outcome) -> None:
+async def _read(client: httpx.AsyncClient, request: dict[str, Any], outcome: Outcome) -> None:
     async with client.stream("POST", "/v1/completions", json=request) as answer:
         outcome.status = answer.status_code
         if answer.status_code != 200 or not request["stream"]:
@@ -63,7 +63,7 @@ async def _read(client: httpx2.AsyncClient, request: dict[str, Any], outcome: Ou
 
 async def watch_ready(cluster: Cluster, seen: list[tuple[float, bool, set[str]]], storm_over: asyncio.Event) -> None:
     """What /ready says, beside which processes live, ten times a second, until it is over and all is ready again."""
-    async with httpx2.AsyncClient(base_url=cluster.url, trust_env=False, timeout=5.0) as client:
+    async with httpx.AsyncClient(base_url=cluster.url, trust_env=False, timeout=5.0) as client:
         while not (storm_over.is_set() and seen and seen[-1][1]):
             living = await asyncio.to_thread(lambda: set(cluster.children()))
             answer = await client.get("/ready")
@@ -88,8 +88,8 @@ async def storm(cluster: Cluster, rng: random.Random) -> tuple[list[Outcome], li
     seen: list[tuple[float, bool, set[str]]] = []
     storm_over = asyncio.Event()
     watcher = asyncio.create_task(watch_ready(cluster, seen, storm_over))
-    limits = httpx2.Limits(max_connections=NUM_REQUESTS, max_keepalive_connections=NUM_REQUESTS)
-    async with httpx2.AsyncClient(base_url=cluster.url, trust_env=False, timeout=240.0, limits=limits) as client:
+    limits = httpx.Limits(max_connections=NUM_REQUESTS, max_keepalive_connections=NUM_REQUESTS)
+    async with httpx.AsyncClient(base_url=cluster.url, trust_env=False, timeout=240.0, limits=limits) as client:
         asked = [
             asyncio.create_task(ask(client, request, rng.uniform(0.0, 6.0) if index in leavers else None))
             for index, request in enumerate(requests)
