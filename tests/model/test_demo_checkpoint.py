@@ -1,4 +1,4 @@
-"""The demo checkpoint: made whole, once, alike everywhere; a V4 model that transformers reads, and a V4 tokenizer."""
+"""The demo checkpoint: made whole, once, alike everywhere; a V4 model that says words, and a V4 tokenizer."""
 
 import hashlib
 import json
@@ -129,7 +129,7 @@ def test_text_comes_back_as_it_went(tokenizer: tokenizers.Tokenizer, folder: Pat
     assert tokenizer.get_vocab_size() == ModelConfig.load(folder).vocab_size
 
 
-def test_transformers_reads_it_and_our_model_agrees(folder: Path):
+def test_our_model_and_the_plain_reference_agree_on_it(folder: Path):
     """The packed bytes through the plain reference and through ours: the same logits."""
     ours = Ours(folder)
     ids = torch.randint(19, 512, (150,), generator=torch.Generator().manual_seed(1)).tolist()
