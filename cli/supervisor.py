@@ -232,6 +232,7 @@ class Supervisor:
                     self._kill(child, actions)
             else:
                 self._stopping = True
+                actions.append(Tell("draining (asked again: ends at once)"))
         for child in self._children.values():
             if child.deadline_s <= now_s:
                 self._overdue(child, now_s, actions)

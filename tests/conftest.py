@@ -1,4 +1,4 @@
-"""Shared by all tests: seeds that come from a test's name, and the choice of what runs."""
+"""Shared by all tests: seeds that come from a test's name."""
 
 from __future__ import annotations
 
