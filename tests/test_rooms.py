@@ -162,14 +162,18 @@ def test_light_rooms_import_neither_torch_nor_nixl():
     assert done.stdout.strip() == "[]"
 
 
-def test_router_imports_quickly():
-    """Under half a second of a fresh process, the best of three: the least disturbed one says what the import costs."""
-    code = "import time; begin_s = time.perf_counter()\nimport headrace.router\nprint(time.perf_counter() - begin_s)"
+@pytest.mark.parametrize(("module", "limit_s"), [("headrace.router", 0.5), ("headrace.router.main", 1.0)])
+def test_router_imports_quickly(module: str, limit_s: float):
+    """The room under half a second, its whole process with FastAPI and gRPC under one: the best of three.
+
+    Processor time of a fresh process: on an idle machine that is the time on the wall, on a busy one still the cost.
+    """
+    code = f"import time; begin_s = time.process_time()\nimport {module}\nprint(time.process_time() - begin_s)"
     times_s = [
         float(subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True).stdout)
         for _ in range(3)
     ]
-    assert min(times_s) < 0.5
+    assert min(times_s) < limit_s
 
 
 def test_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

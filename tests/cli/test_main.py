@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -74,12 +74,13 @@ def test_version_prints_what_it_stands_on(capsys: pytest.CaptureFixture[str]):
 
 
 def test_help_is_instant_and_lists_the_commands():
-    """Under 0.3 s in a fresh process, the best of three: no room is imported for it."""
-    best_s = 1e9
+    """Under 0.3 s of processor time in a fresh process, the best of three: no room is imported for it."""
+    best_s = float("inf")
     for _ in range(3):
-        begin_s = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-P", "-m", "headrace", "--help"], capture_output=True, check=True)
-        best_s = min(best_s, time.perf_counter() - begin_s)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best_s = min(best_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     for command in (b"serve", b"router", b"prefill", b"decode", b"layout", b"demo", b"version"):
         assert command in done.stdout
     assert best_s < 0.3
