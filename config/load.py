@@ -51,6 +51,7 @@ RANGES: Mapping[str, tuple[float, float]] = types.MappingProxyType(
         "transfer.peer_share": (0.001, 1.0),
         "transfer.read_deadline_s": _SECONDS,
         "transfer.progress_deadline_s": _SECONDS,
+        "transfer.step_deadline_s": _SECONDS,
         "transfer.lease_s": _SECONDS,
         "transfer.beat_s": _SECONDS,
         "transfer.tombstone_s": _SECONDS,

@@ -77,7 +77,9 @@ class TransferSection:
     """Largest part of the landing buffers that one peer may occupy, held ones counted."""
     read_deadline_s: float = 5.0
     progress_deadline_s: float = 5.0
-    """A transfer without any progress for this long ends."""
+    """A transfer with something to move ends without any progress for this long."""
+    step_deadline_s: float = 60.0
+    """A transfer that waits for its holder to compute ends after this long: when a stuck holder ends itself."""
     lease_s: float = 30.0
     beat_s: float = 2.0
     tombstone_s: float = 600.0

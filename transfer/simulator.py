@@ -247,6 +247,7 @@ SIMULATED = TransferSection(
     peer_share=0.5,
     read_deadline_s=1.0,
     progress_deadline_s=2.0,
+    step_deadline_s=3.0,
     lease_s=6.0,
     beat_s=0.5,
     tombstone_s=60.0,

@@ -406,9 +406,9 @@ class Taker:
             # Stored or in flight already: a stored range is never stored again.
             self._send(transfer, Release(transfer.transfer_id, message.buffer, message.buffer_gen))
             return
-        self._progress(transfer)
         transfer.coverage.take_off(places)
         transfer.pending.append(Announced(message, places))
+        self._progress(transfer)
         if transfer.transfer_id not in self._turn:
             self._turn.append(transfer.transfer_id)
 
@@ -662,8 +662,13 @@ class Taker:
         """Something came on: the watchdog starts anew."""
         link = transfer.link
         assert link is not None
-        expected_s = self._section.segment_bytes / link.bytes_per_s if link.bytes_per_s else 0.0
-        allow_s = max(self._section.progress_deadline_s, EXPECTED_FACTOR * expected_s)
+        section = self._section
+        expected_s = section.segment_bytes / link.bytes_per_s if link.bytes_per_s else 0.0
+        moves = transfer.pending or transfer.reading or transfer.scattering or transfer.complete is not None
+        # With nothing to move the holder computes, and one step of a long prompt may take long; its beats, or their
+        # absence, say sooner than this whether it lives.
+        patience_s = section.progress_deadline_s if moves else section.step_deadline_s
+        allow_s = max(patience_s, EXPECTED_FACTOR * expected_s)
         self._deadlines.set(("progress", transfer.transfer_id, 0), self._now_s + allow_s)
 
     def _stats(self, transfer: Transfer) -> TransferStats:

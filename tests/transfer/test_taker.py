@@ -389,9 +389,9 @@ def test_failed_read_ends_the_pull_and_frees_its_buffer():
     ("prepare", "wait_s"),
     [
         (lambda bench: bench.do(ORDER), SECTION.queue_budget_s),
-        (lambda bench: bench.taking(), SECTION.progress_deadline_s),
+        (lambda bench: bench.taking(), SECTION.step_deadline_s),
     ],
-    ids=["queue", "progress"],
+    ids=["queue", "step"],
 )
 def test_each_wait_of_the_taker_has_a_deadline(prepare, wait_s):
     """Driven by its own timer."""
@@ -414,12 +414,31 @@ def test_waiting_for_a_link_has_a_deadline_and_ends_with_a_refusal():
 
 def test_tokens_that_are_being_computed_are_progress():
     """A beat with more tokens starts the watchdog anew; one with as many does not."""
-    bench = Bench()
+    bench = Bench(dataclasses.replace(SECTION, step_deadline_s=5.0))
     bench.taking()
     bench.do(FromPeer(1, Beat((), ((ID, 100),))), after_s=4.0)
     assert bench.do(Tick(), after_s=4.0) == []
     bench.do(FromPeer(1, Beat((), ((ID, 100),))))
     assert failed(bench.do(Tick(), after_s=2.0))
+
+
+def test_a_step_longer_than_a_move_may_take_is_no_stall():
+    """A chunk of a long prompt is computed for as long as it takes; what was announced has the short deadline again."""
+    bench = Bench(dataclasses.replace(SECTION, read_deadline_s=20.0))
+    bench.taking()
+    for seq in range(2):
+        assert bench.do(Tick(), after_s=SECTION.step_deadline_s - 1) == []
+        bench.take(seq)
+    assert posts(bench.says(ready(2)))
+    assert failed(bench.do(Tick(), after_s=SECTION.progress_deadline_s + 0.1))
+
+
+def test_after_the_last_step_only_moves_are_waited_for():
+    """`Complete` has come: whatever is missing has been computed."""
+    bench = Bench()
+    bench.taking()
+    bench.says(complete())
+    assert failed(bench.do(Tick(), after_s=SECTION.progress_deadline_s + 0.1))
 
 
 def test_a_link_in_doubt_gets_nothing_new_and_five_seconds_for_the_rest():
