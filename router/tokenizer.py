@@ -46,6 +46,12 @@ def _byte_alphabet() -> dict[str, int]:
     return table
 
 
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """Ids of one text. As a batch of one, because `encode` holds the interpreter's lock, for minutes if need be."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
+
+
 def _is_byte_level(node: Any) -> bool:
     if not isinstance(node, dict):
         return False
@@ -124,13 +130,12 @@ class Tokenizer:
             if segment.is_marker:
                 ids.append(self.marker_id(segment.text))
             elif segment.text:
-                ids.extend(self._plain.encode(segment.text, add_special_tokens=False).ids)
+                ids.extend(_encode(self._plain, segment.text))
         return ids
 
     def encode_raw(self, text: str) -> list[int]:
         """Ids of a raw prompt, whose author renders markers himself."""
-        ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
-        return ids
+        return _encode(self._full, text)
 
     def bytes_of(self, token: int) -> bytes:
         """The token's own bytes; none for an id without a spelling."""
@@ -177,7 +182,7 @@ class Detokeniser:
 
 
 class TokenizerPool:
-    """Encoding off the event loop: a few threads (the library releases the lock) and a bound on what waits."""
+    """Encoding off the event loop: a few threads (`_encode` leaves them the lock) and a bound on what waits."""
 
     def __init__(self, tokenizer: Tokenizer, *, threads: int, max_waiting: int = 256) -> None:
         self.tokenizer = tokenizer

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import threading
+import time
 
 import pytest
 
@@ -87,6 +88,27 @@ def test_missing_marker_is_an_error_of_the_checkpoint(tokenizer):
     """Named, at start."""
     with pytest.raises(ConfigError, match="nope"):
         tokenizer.marker_id("nope")
+
+
+@pytest.mark.parametrize("segments", [False, True], ids=["raw", "segments"])
+def test_a_long_text_leaves_the_event_loop_alone(segments, tokenizer):
+    """While a thread encodes, the loop's own thread runs on: streams, beats and probes go on."""
+
+    async def scenario():
+        pool = TokenizerPool(tokenizer, threads=1)
+        text = "a " * 500_000
+        work = asyncio.create_task(pool.encode_segments([Segment(text)]) if segments else pool.encode_raw([text]))
+        started_s = last_s = time.monotonic()
+        longest_s = 0.0
+        while not work.done():
+            await asyncio.sleep(0.002)
+            longest_s = max(longest_s, time.monotonic() - last_s)
+            last_s = time.monotonic()
+        assert longest_s < (last_s - started_s) / 2
+        assert tokenizer.decode(work.result() if segments else work.result()[0]) == text
+        pool.close()
+
+    asyncio.run(scenario())
 
 
 def test_waiting_texts_are_bounded(tokenizer):
