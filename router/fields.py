@@ -12,6 +12,7 @@ from typing import Any
 from ..core.errors import RequestError
 
 MAX_ECHO = 200
+INT64 = 1 << 63
 
 
 def echo(value: object) -> str:
@@ -75,6 +76,15 @@ def as_int(value: object, param: str, low: int, high: int) -> int:
     if not low <= value <= high:
         raise wrong_value(param, f"an integer from {low} to {high}", value)
     return value
+
+
+def integer_of(text: str, header: str) -> int:
+    """The value of a header. At most 64 bits: further on it travels in a message that has no more."""
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise RequestError(f"header {header} must be an integer", param=header) from error
+    return as_int(value, header, -INT64, INT64 - 1)
 
 
 def as_float(value: object, param: str, low: float, high: float, *, above_low: bool = False) -> float:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+import orjson
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
@@ -30,14 +32,16 @@ from ..proto.v1 import generation_pb2_grpc
 from . import request as rq
 from .answer import calls_of
 from .chat_format import render
-from .fields import Fields, as_token_ids, missing, unsupported, wrong_value
+from .fields import Fields, as_token_ids, integer_of, missing, unsupported, wrong_value
 from .generation import Edge, Generation, Update, Usage
 from .http import KEEP_ALIVE_S, SLOW_CLIENT_S, HttpSurface
 from .journey import OutToken
 from .messages import read_chat
-from .middleware import Keys, request_id_of
+from .middleware import Keys, check_depth, request_id_of
 from .output_parser import CallArguments, CallOpened, Piece, TextPiece
 from .tokenizer import Tokenizer
+
+log = logging.getLogger("headrace.router.grpc")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 
@@ -239,7 +243,7 @@ class GrpcSurface(generation_pb2_grpc.GenerationServicer):
                 if not self._running[owner]:
                     del self._running[owner]
             outcome = "ok"
-        except HeadraceError as error:
+        except Exception as error:
             outcome = error_code(error)
             await _abort(context, error, request_id)
         finally:
@@ -254,8 +258,8 @@ class GrpcSurface(generation_pb2_grpc.GenerationServicer):
             raise missing("prompt")
         body = body_of(request)
         priority = request.priority
-        if not priority and metadata.get("x-priority", "").lstrip("-").isdecimal():
-            priority = int(metadata["x-priority"][:18])
+        if not priority and metadata.get("x-priority"):
+            priority = integer_of(metadata["x-priority"], "x-priority")
         longest_s = self._edge.request_timeout_s
         base = rq.Request(
             request_id=request_id,
@@ -416,7 +420,7 @@ class GrpcSurface(generation_pb2_grpc.GenerationServicer):
             else:
                 text = request.text
                 ids = (await self._edge.pool.encode_raw([text]))[0]
-        except HeadraceError as error:
+        except Exception as error:
             await _abort(context, error, "")
         return pb.TokenizeResponse(
             token_ids=ids,
@@ -430,7 +434,7 @@ class GrpcSurface(generation_pb2_grpc.GenerationServicer):
         try:
             rq.pick_model(Fields({"model": request.model}), model)
             ids = as_token_ids(list(request.token_ids), "token_ids", model.vocab_size, high=rq.LARGEST_COUNT)
-        except HeadraceError as error:
+        except Exception as error:
             await _abort(context, error, "")
         return pb.DetokenizeResponse(text=model.tokenizer.decode(ids, skip_special=request.skip_special_tokens))
 
@@ -484,6 +488,9 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 async def _abort(context: Any, error: BaseException, request_id: str) -> NoReturn:
+    """End a call with an error; one that is none of ours is logged here and says nothing of itself."""
+    if not isinstance(error, HeadraceError):
+        log.error("event=internal_error request_id=%s", request_id, exc_info=error)
     status = rich_status(error, request_id)
     trailing: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", status.SerializeToString())]
     retry_after_s = status_of(error).retry_after_s
@@ -552,9 +559,10 @@ def _chat_fields(chat: pb.ChatPrompt) -> dict[str, Any]:
         text = getattr(chat, f"{name}_json")
         if text:
             try:
-                body[name] = json.loads(text)
-            except (ValueError, RecursionError) as error:
+                body[name] = orjson.loads(text)
+            except orjson.JSONDecodeError as error:
                 raise RequestError(f"'{name}_json' is no JSON", param=name, code="invalid_json") from error
+            check_depth(text.encode(), body[name])
     if chat.HasField("thinking"):
         body["thinking"] = {"type": "enabled" if chat.thinking else "disabled"}
     for name in ("reasoning_effort", "task"):
@@ -565,7 +573,11 @@ def _chat_fields(chat: pb.ChatPrompt) -> dict[str, Any]:
     if chat.HasField("parallel_tool_calls"):
         body["parallel_tool_calls"] = chat.parallel_tool_calls
     if chat.HasField("chat_template_kwargs"):
-        body["chat_template_kwargs"] = json_format.MessageToDict(chat.chat_template_kwargs)
+        try:
+            body["chat_template_kwargs"] = json_format.MessageToDict(chat.chat_template_kwargs)
+        except ValueError as error:
+            # NaN and infinities, which a Struct can hold and JSON cannot.
+            raise wrong_value("chat_template_kwargs", "of finite numbers", "NaN or infinity") from error
     return body
 
 

@@ -24,7 +24,7 @@ from ..core.sampling import SamplingParams
 from ..proto.engine_convert import error_code
 from . import request as rq
 from .chat_format import render
-from .fields import Fields, as_text, as_token_ids
+from .fields import Fields, as_text, as_token_ids, integer_of
 from .generation import Edge, Generation
 from .messages import read_chat
 from .middleware import App, ClientGone, EdgeMiddleware, Keys, Message, Receive, Scope, Send, header, send_error
@@ -364,10 +364,7 @@ def _number(scope: Scope, *names: bytes) -> int | None:
     for name in names:
         text = header(scope, name)
         if text:
-            try:
-                return int(text[:20])
-            except ValueError as error:
-                raise RequestError(f"header {name.decode()} must be an integer", param=name.decode()) from error
+            return integer_of(text, name.decode())
     return None
 
 

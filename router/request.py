@@ -17,6 +17,7 @@ from ..core.sampling import SamplingParams
 from . import dialect as d
 from .chat_format import ParseStart, fill_in_the_middle, render
 from .fields import (
+    INT64,
     Fields,
     as_float,
     as_list,
@@ -40,7 +41,6 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_IDS = 128
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
-INT64 = 1 << 63
 LARGEST_COUNT = (1 << 31) - 1
 
 COMPLETION_MAX_TOKENS = 16

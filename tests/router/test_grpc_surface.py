@@ -219,6 +219,11 @@ def test_errors_carry_details(in_grpc):
         regex = client.message("SamplingParams")(constraint={"regex": "a"})
         message = client.message("OutputOptions")(form=3)
         chat = client.message("ChatPrompt")
+        user = '[{"role": "user", "content": "x"}]'
+        half = '[{"role": "user", "content": "\\ud800"}]'
+        deep = "[" * 200 + "]" * 200
+        nan = chat(messages_json=user)
+        nan.chat_template_kwargs.update({"thinking": float("nan")})
         for request, reason, field in (
             (generate(client), "MISSING_FIELD", "prompt"),
             (text_request(client, top_p=2.0), "INVALID_VALUE", "sampling.top_p"),
@@ -229,6 +234,9 @@ def test_errors_carry_details(in_grpc):
             (generate(client, text="x", model="no"), "MODEL_NOT_FOUND", "model"),
             (generate(client, chat=chat(messages_json="{")), "INVALID_VALUE", "chat.messages_json"),
             (generate(client, chat=chat(messages_json=bard)), "INVALID_VALUE", "chat.messages_json[0].role"),
+            (generate(client, chat=chat(messages_json=half)), "INVALID_VALUE", "chat.messages_json"),
+            (generate(client, chat=chat(messages_json=user, tools_json=deep)), "INVALID_VALUE", ""),
+            (generate(client, chat=nan), "INVALID_VALUE", "chat.chat_template_kwargs"),
             (generate(client, text="x", sampling=regex), "UNSUPPORTED", "sampling.constraint"),
             (generate(client, text="x", output=message), "INVALID_VALUE", "output.form"),
         ):
@@ -240,8 +248,32 @@ def test_errors_carry_details(in_grpc):
             assert (error.code(), details["ErrorInfo"].reason) == (status, reason), error.details()
             assert details["ErrorInfo"].domain == "headrace"
             assert details["RequestInfo"].request_id == "mine"
-            assert details["BadRequest"].field_violations[0].field == field
+            assert not field or details["BadRequest"].field_violations[0].field == field
+        for priority in ("--5", "high", "1" + "0" * 19):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await client.call("Generate", text_request(client), metadata=(("x-priority", priority),))
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert not w.workers["decode-1"].submits
+
+    in_grpc(scenario)
+
+
+def test_fault_of_ours_says_nothing_of_itself(in_grpc):
+    """INTERNAL with our details, whatever the method; what went wrong stands in the log only."""
+
+    async def scenario(w, client):
+        def explode(*_):
+            raise ZeroDivisionError("/secret/path")
+
+        w.router.edge.pool.tokenizer.encode_raw = explode
+        for method, request in (
+            ("Generate", text_request(client)),
+            ("Tokenize", client.message("TokenizeRequest")(text="x")),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await client.call(method, request)
+            assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INTERNAL, "internal error")
+            assert details_of(caught.value)["ErrorInfo"].reason == "INTERNAL"
 
     in_grpc(scenario)
 

@@ -257,6 +257,19 @@ async def test_deadline_of_a_request(w):
     await w.until(lambda: w.workers["decode-1"].num_running == 0)
 
 
+@in_world()
+async def test_a_number_in_a_header_fits_where_it_goes_on(w):
+    """What no message to a worker can hold is refused at the edge, not met on the way there."""
+    async with httpx.AsyncClient(base_url=w.url, timeout=20) as client:
+        body = {"prompt": "x", "max_tokens": 1}
+        for name in ("x-priority", "x-vllm-priority", "x-request-timeout-ms", "x-request-timeout"):
+            for value in (str(1 << 63), str(-(1 << 63) - 1), "9" * 5000, "1.5", "nan"):
+                check(await client.post(COMPLETIONS, json=body, headers={name: value}), 400, "invalid_value", name)
+        for value in (str((1 << 63) - 1), str(-(1 << 63))):
+            assert (await client.post(COMPLETIONS, json=body, headers={"x-priority": value})).status_code == 200
+    assert w.router.dispatcher.num_alive == 0
+
+
 def test_no_workers_is_told_with_reasons(checkpoint):
     """503 with Retry-After, and /ready says why; liveness is another matter."""
 
