@@ -66,7 +66,9 @@ constexpr uint32_t kMax = kBias + 512;        // [4][64] fp32, log2 units: of ea
 constexpr uint32_t kSum = kMax + 1024;        // [4][64] fp32
 constexpr uint32_t kSink = kSum + 1024;       // [64] fp32
 constexpr uint32_t kTurn = kSink + 256;       // [64] fp32: cosines and sines of the token's position
-constexpr uint32_t kBars = kTurn + 256;       // 8 mbarriers
+constexpr uint32_t kScales = kTurn + 256;     // [2][64] of 8 bytes: of the rows of a tile, before they are converted
+constexpr uint32_t kSlots = kScales + 1024;   // [2][256 threads]: slots of four tiles, and of the next four
+constexpr uint32_t kBars = kSlots + 2048;     // 8 mbarriers
 constexpr uint32_t kSmemBytes = kBars + 64;
 constexpr float kUnscale = 4294967296.0f;     // 2^32
 
@@ -95,14 +97,18 @@ __device__ __forceinline__ Cut cut_of(int n0, int n1, int rank, int size) {
   return c;
 }
 
-// Slot of row `row` of the block's tile `tile`; -1 where there is none.
-__device__ __forceinline__ int32_t slot_of(const Params& p, const Cut& c, int token, int tile, int row) {
-  if (tile >= c.count) return -1;
+// Where the slot of row `row` of the block's tile `tile` is; null: there is none.
+__device__ __forceinline__ const int32_t* slot_place(const Params& p, const Cut& c, int token, int tile, int row) {
+  if (tile >= c.count) return nullptr;
   tile += c.first;
   const int second = tile >= c.tiles0;
   const List& l = p.list[second];
   const int e = (tile - (second ? c.tiles0 : 0)) * kTile + row;
-  return e < (second ? c.n1 : c.n0) ? __ldg(l.slots + token * l.slots_stride + e) : -1;
+  return e < (second ? c.n1 : c.n0) ? l.slots + token * l.slots_stride + e : nullptr;
+}
+__device__ __forceinline__ int32_t slot_of(const Params& p, const Cut& c, int token, int tile, int row) {
+  const int32_t* at = slot_place(p, c, token, tile, row);
+  return at ? __ldg(at) : -1;
 }
 // The same slot, read before the lengths were known, as if both lists were full: -1 if it lies past the end.
 __device__ __forceinline__ int32_t cropped(const Cut& c, int tile, int row, int32_t slot) {
@@ -112,16 +118,6 @@ __device__ __forceinline__ int32_t cropped(const Cut& c, int tile, int row, int3
   return e < (tile < c.tiles0 ? c.n0 : c.n1) ? slot : -1;
 }
 
-struct Place {
-  const uint8_t* row;
-  const uint8_t* scale;
-};
-__device__ __forceinline__ Place locate(const Params& p, const Cut& c, int tile, int32_t slot) {
-  const List& l = p.list[c.first + tile >= c.tiles0];
-  const int entries = 1 << l.log2_entries, at = slot & (entries - 1);
-  const uint8_t* base = l.pages + (int64_t)(slot >> l.log2_entries) * l.page_stride;
-  return {base + at * kRowBytes, base + entries * kRowBytes + at * 8};
-}
 // A slot outside the pool is none.
 __device__ __forceinline__ int32_t checked(const Params& p, const Cut& c, int tile, int32_t slot) {
   return slot < p.list[c.first + tile >= c.tiles0].num_slots ? slot : -1;
@@ -143,10 +139,11 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-template <uint32_t SELECT>
-__device__ __forceinline__ uint32_t decode2(uint32_t codes, uint32_t factor) {
-  uint32_t t = __byte_perm(codes, 0, SELECT);
-  return mul_bf16x2((t & 0x80008000u) | ((t >> 4) & 0x07f007f0u), factor);
+// Four e4m3 to bf16 of 2^-120 times the value, in order.
+__device__ __forceinline__ void decode4(uint32_t codes, uint32_t& a, uint32_t& b) {
+  const uint32_t low = codes * 16 & 0xf0f0f0f0u, high = (codes & 0x80808080u) | (codes >> 4 & 0x07070707u);
+  a = __byte_perm(low, high, 0x5140);
+  b = __byte_perm(low, high, 0x7362);
 }
 
 __device__ __forceinline__ uint4 ld_u4(uint32_t addr) {
@@ -155,87 +152,133 @@ __device__ __forceinline__ uint4 ld_u4(uint32_t addr) {
   return v;
 }
 
-// Fills the tiles. A thread has a row of every tile and, of its entry, 16 channels of each scale group and 16 of the rotary
-// part. The four threads of a row keep the slots of four tiles among them (slots) and the next four (later).
+__device__ __forceinline__ uint32_t ld_u1(uint32_t addr) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(addr) : "memory");
+  return v;
+}
+
+// Fills the tiles. A warp has 8 rows of every tile. Each of its loads takes 256 bytes of two rows (so few pages, few lines),
+// the last one the ends of all eight: a thread has 16 bytes of a scale group, of the rows of one parity. Its own row, lane % 8, is
+// the one whose slot and place it knows; thread 8 * t + r of a warp reads the slots of row r in tiles t of four (slots, later).
+// They wait in shared memory: a register would be waited for by way of a scoreboard that the entries' loads use too.
 __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t smem, int token, int tid, int32_t slots, int32_t later,
                                         uint32_t full, uint32_t empty) {
-  const int row = tid >> 2, part = tid & 3, lane = tid & 31;
-  const uint32_t x = row & 7, line = smem + kK + row * 128;
-  const uint32_t a0 = ((2 * part) ^ x) << 4, a1 = ((2 * part + 1) ^ x) << 4;
-  const uint32_t ring = smem + kRaw + tid * 16;
-  uint4 raw[kInRegisters];
-  uint2 scale = make_uint2(0, 0);
-  auto fetch = [&](const Place& at, bool ok) {
-#pragma unroll
-    for (int j = 0; j < kInRegisters; ++j) raw[j] = load_or_zero(at.row + part * 16 + j * 64, ok);
-    scale = ok ? ld_once_v2(at.scale) : make_uint2(0, 0);
+  const int lane = tid & 31, row0 = tid >> 5 << 3, own = lane & 7, part = lane & 3, parity = lane >> 2 & 1, quarter = lane >> 3;
+  const bool rotary = quarter == 3;  // in the second half of a row
+  const uint32_t ring = smem + kRaw + tid * 16, scales = smem + kScales + row0 * 8;
+  // Where the thread's 16 channels go in row `parity` of the warp, two chunks that differ in bit 4; rotary ones fill one chunk.
+  // Row 2 * i + parity: bits 5 and 6 flipped by i, 256 * i further.
+  const uint32_t to = smem + kK + row0 * 128 + parity * 128 + quarter * 8192;
+  const uint32_t first = to + (((2 * part) ^ parity) << 4), second = to + 32768 + (((rotary ? part : 2 * part) ^ parity) << 4);
+  const uint32_t end = smem + kK + 7 * 8192 + (row0 + (lane >> 2)) * 128 + (((4 + part) ^ (lane >> 2)) << 4);
+  uint4 raw[kInRegisters];  // rows 2 * i + parity: both halves of i = 0, then of i = 1; the ring has i = 2, 3 and the ends
+  uint32_t places[3];       // of what is to be asked into the ring, in units of 16 bytes; kNone: zeros
+  const uint8_t* base;
+  constexpr uint32_t kNone = ~0u;
+  auto load = [&](uint32_t place, int bytes) {
+    return load_or_zero(base + ((uint64_t)place << 4) + bytes + quarter * 64 + part * 16, place != kNone);
   };
   // Only the thread itself reads what it asks for here, so there is no barrier: it waits for its own copies.
-  auto fetch_ring = [&](const Place& at, bool ok, int j) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(ring + (j - kInRegisters) * 4096),
-                 "l"(at.row + part * 16 + j * 64), "r"(ok ? 16 : 0)
+  auto load_ring = [&](uint32_t place, int bytes, int piece) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(ring + piece * 4096),
+                 "l"(base + ((uint64_t)place << 4) + bytes + part * 16), "r"(place != kNone ? 16 : 0)
                  : "memory");
   };
-  auto ask = [&](int tile, int32_t slot) {  // to L2, so that the load itself is shorter when its time comes
-    if (slot < 0) return;
-    const Place at = locate(p, c, tile, slot);
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at.row + part * 128));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(part == 0 ? at.row + 512 : part == 1 ? at.scale : at.row + part * 128 + 64));
+  auto fetch = [&](int tile, int32_t slot) {
+    const List& l = p.list[c.first + tile >= c.tiles0];
+    const int entries = 1 << l.log2_entries, at = slot & (entries - 1);
+    const uint32_t page = (uint32_t)(slot >> l.log2_entries) * (uint32_t)(l.page_stride >> 4);
+    const uint32_t place = slot < 0 ? kNone : page + at * (kRowBytes / 16);
+    base = l.pages;
+    if (quarter == 0)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(scales + (tile & 1) * 512 + own * 8),
+                   "l"(base + ((uint64_t)page << 4) + entries * kRowBytes + at * 8), "r"(slot < 0 ? 0 : 8)
+                   : "memory");
+    const uint32_t i0 = __shfl_sync(~0u, place, parity), i1 = __shfl_sync(~0u, place, 2 + parity);
+    places[0] = __shfl_sync(~0u, place, 4 + parity);
+    places[1] = __shfl_sync(~0u, place, 6 + parity);
+    places[2] = __shfl_sync(~0u, place, lane >> 2);
+    raw[0] = load(i0, 0);
+    raw[1] = load(i0, 256);
+    raw[2] = load(i1, 0);
+    raw[3] = load(i1, 256);
   };
-  auto slot_at = [&](int tile) { return checked(p, c, tile, __shfl_sync(~0u, slots, (lane & ~3) | (tile & 3))); };
+  const uint32_t slot_ring = smem + kSlots + (tid & ~31) * 4;
+  auto slot_at = [&](int tile) {
+    return checked(p, c, tile, (int32_t)ld_u1(slot_ring + (tile & 4) * 256 + ((tile & 3) * 8 + own) * 4));
+  };
+  st_shared_b32(slot_ring + lane * 4, slots);
+  st_shared_b32(slot_ring + 1024 + lane * 4, later);
+  __syncwarp();
   HR_MARK(50);
   int32_t slot = slot_at(0), next_slot = slot_at(1);
   HR_MARK(51);
-  {
-    const Place at = locate(p, c, 0, slot);
-    fetch(at, slot >= 0);
+  fetch(0, slot);
 #pragma unroll
-    for (int j = kInRegisters; j < kChunks; ++j) fetch_ring(at, slot >= 0, j);
-  }
+  for (int k = 0; k < 4; ++k) load_ring(places[k >> 1], 256 * (k & 1) + quarter * 64, k);
+  load_ring(places[2], 512, 4);
   HR_MARK(1);
 #pragma unroll 1
   for (int it = 0; it < c.count; ++it) {
     const int buf = it & 1;
-    const uint32_t tile = line + buf * kKBytes;
-    if (((it + 2) & 3) == 0) {
-      slots = later;
-      later = slot_of(p, c, token, it + 6 + part, row);
-    }
-    const int32_t after_slot = slot_at(it + 2);
-    ask(it + 2, after_slot);
     HR_MARK(4 + 4 * it);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();  // slots and scales came by way of other lanes
+    const int32_t after_slot = slot_at(it + 2);
+    if (((it + 2) & 3) == 0) {  // the four before are used up
+      const uint32_t to_slot = slot_ring + ((it + 6) & 4) * 256 + lane * 4;
+      const int32_t* from = slot_place(p, c, token, it + 6 + quarter, row0 + own);
+      if (from)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to_slot), "l"(from) : "memory");
+      else
+        st_shared_b32(to_slot, ~0u);
+    }
+    uint32_t factor[4];
+    auto read_factors = [&](int half) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        asm volatile("ld.shared.u8 %0, [%1];"
+                     : "=r"(factor[k])
+                     : "r"(scales + buf * 512 + parity * 8 + quarter + half * 32 + (k >> 1) * 16 + (k & 1) * 4));
+#pragma unroll
+      for (int k = 0; k < 4; ++k)  // rotary: 2^-32, twice
+        factor[k] = (k & 1) && rotary ? 0x2f802f80u : min(factor[k] + 88u, 255u) * 0x00800080u;
+    };
+    read_factors(0);
     mbar_wait(empty + 8 * buf, ((it >> 1) & 1) ^ 1);
     HR_MARK(5 + 4 * it);
-    if (part == 0) st_shared_b32(smem + kBias + buf * 256 + row * 4, slot >= 0 ? 0u : 0xff800000u);
-    auto convert = [&](int j, const uint4& d, const uint2& s) {
-      if (j < 7) {
-        uint32_t f = min((((j < 4 ? s.x : s.y) >> (8 * (j & 3))) & 0xff) + 88u, 255u) << 7;
-        f |= f << 16;
-        st_shared_v4(tile + a0 + j * 8192,
-                     make_uint4(decode2<0x1404>(d.x, f), decode2<0x3424>(d.x, f), decode2<0x1404>(d.y, f), decode2<0x3424>(d.y, f)));
-        st_shared_v4(tile + a1 + j * 8192,
-                     make_uint4(decode2<0x1404>(d.z, f), decode2<0x3424>(d.z, f), decode2<0x1404>(d.w, f), decode2<0x3424>(d.w, f)));
-      } else {
-        constexpr uint32_t f = 0x2f802f80u;  // 2^-32, twice
-        st_shared_v4(tile + 7 * 8192 + (((4 * (j - 7) + part) ^ x) << 4),
-                     make_uint4(mul_bf16x2(d.x, f), mul_bf16x2(d.y, f), mul_bf16x2(d.z, f), mul_bf16x2(d.w, f)));
-      }
+    if (quarter == 0) st_shared_b32(smem + kBias + buf * 256 + (row0 + own) * 4, slot >= 0 ? 0u : 0xff800000u);
+    auto convert = [&](int k, const uint4& d) {
+      const uint32_t i = k >> 1, f = factor[k & 3], line = (((k & 1) ? second : first) ^ (i << 5)) + i * 256 + buf * kKBytes;
+      uint32_t w[8];
+      decode4(d.x, w[0], w[1]);
+      decode4(d.y, w[2], w[3]);
+      decode4(d.z, w[4], w[5]);
+      decode4(d.w, w[6], w[7]);
+      const bool plain = (k & 1) && rotary;
+      st_shared_v4(line, make_uint4(mul_bf16x2(plain ? d.x : w[0], f), mul_bf16x2(plain ? d.y : w[1], f),
+                                    mul_bf16x2(plain ? d.z : w[2], f), mul_bf16x2(plain ? d.w : w[3], f)));
+      if (!plain)
+        st_shared_v4(line ^ 16, make_uint4(mul_bf16x2(w[4], f), mul_bf16x2(w[5], f), mul_bf16x2(w[6], f), mul_bf16x2(w[7], f)));
     };
     // As each piece is converted, the same piece of the next tile is asked for: a whole tile is always on its way. Loads that
     // wait in registers go together, since those that trickle in would share scoreboards with the ones waited for.
-    const uint2 scale_now = scale;
     slot = next_slot;
     next_slot = after_slot;
-    const Place at = locate(p, c, it + 1, slot);
 #pragma unroll
-    for (int j = 0; j < kInRegisters; ++j) convert(j, raw[j], scale_now);
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    fetch(at, slot >= 0);
+    for (int k = 0; k < 4; ++k) convert(k, raw[k]);
+    fetch(it + 1, slot);
+    read_factors(1);
 #pragma unroll
-    for (int j = kInRegisters; j < kChunks; ++j) {
-      convert(j, ld_u4(ring + (j - kInRegisters) * 4096), scale_now);
-      fetch_ring(at, slot >= 0, j);
+    for (int k = 0; k < 4; ++k) {
+      convert(4 + k, ld_u4(ring + k * 4096));
+      load_ring(places[k >> 1], 256 * (k & 1) + quarter * 64, k);
     }
+    constexpr uint32_t f = 0x2f802f80u;
+    const uint4 d = ld_u4(ring + 4 * 4096);
+    st_shared_v4(end + buf * kKBytes, make_uint4(mul_bf16x2(d.x, f), mul_bf16x2(d.y, f), mul_bf16x2(d.z, f), mul_bf16x2(d.w, f)));
+    load_ring(places[2], 512, 4);
     HR_MARK(6 + 4 * it);
     fence_async();
     __syncwarp();
@@ -472,14 +515,15 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
   const int group = threadIdx.x >> 7, lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   HR_MARK(0);
+  after_previous_kernel();
   // Whatever does not need the lengths is under way before they are here: q, and slots as if both lists were full.
   int n0 = p.list[0].lengths ? p.list[0].lengths[token] : 0, n1 = p.list[1].lengths ? p.list[1].lengths[token] : 0;
   const Cut guess = cut_of(p.list[0].width, p.list[1].width, rank, C);
-  const int entry_row = (threadIdx.x & 255) >> 2, part = threadIdx.x & 3;
+  const int entry_row = (warp & 7) * 8 + (lane & 7), quarter = lane >> 3;
   int32_t slots = -1, later = -1;
   if (group >= 2) {
-    slots = slot_of(p, guess, token, part, entry_row);
-    later = slot_of(p, guess, token, part + 4, entry_row);
+    slots = slot_of(p, guess, token, quarter, entry_row);
+    later = slot_of(p, guess, token, quarter + 4, entry_row);
   } else {
     ask_q(p, smem, token, head0, warp, lane);
   }
@@ -521,11 +565,11 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
   if (group >= 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
     if (guess.tiles0 == c.tiles0 && guess.first == c.first) {
-      slots = cropped(c, part, entry_row, slots);
-      later = cropped(c, part + 4, entry_row, later);
+      slots = cropped(c, quarter, entry_row, slots);
+      later = cropped(c, quarter + 4, entry_row, later);
     } else {
-      slots = slot_of(p, c, token, part, entry_row);
-      later = slot_of(p, c, token, part + 4, entry_row);
+      slots = slot_of(p, c, token, quarter, entry_row);
+      later = slot_of(p, c, token, quarter + 4, entry_row);
     }
     produce(p, c, smem, token, threadIdx.x - 256, slots, later, full, empty);
     if (C > 1) {
@@ -539,6 +583,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     for (int i = 0; i < 128; ++i) o[i] = 0;
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
     uint32_t pr[4][4] = {};
+    bool held = false;  // the previous tile's memory
     const float to_log2 = p.scale * kLog2e * kUnscale;
     const uint64_t q_desc = operand(smem + kQ, 16, 1024);
     for (int it = 0; it < c.count; ++it) {
@@ -555,7 +600,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
         wgmma_qk(s, q_desc + step, k_desc + step, kk != 0);
       }
       wgmma_commit();
-      if (it > 0) {  // the product with the previous tile is older, hence done
+      if (held) {  // the product with the previous tile is older, hence done
         wgmma_wait<1>();
 #pragma unroll
         for (int kk = 0; kk < 4; ++kk)  // the tensor cores read these registers until here: keep the compiler off them
@@ -627,6 +672,13 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
         wgmma_pv_rs(high_half(o), pr[kk], v_desc + kk * 128 + 1024, 1);
       }
       wgmma_commit();
+      held = it + 1 < c.count;
+      // If the next tile is late, there is time to see this one through, so that its memory is free the sooner.
+      if (held && !mbar_done(full + 8 * (buf ^ 1), ((it + 1) >> 1) & 1)) {
+        wgmma_wait<0>();
+        if (lane == 0) mbar_arrive(empty + 8 * buf);
+        held = false;
+      }
     }
     wgmma_wait<0>();
     HR_MARK(60);
@@ -692,12 +744,13 @@ static cudaError_t launch(const Params& p, cudaStream_t stream) {
   cfg.blockDim = dim3(512);
   cfg.dynamicSmemBytes = kSmemBytes;
   cfg.stream = stream;
-  cudaLaunchAttribute attr[1];
+  cudaLaunchAttribute attr[2];
   attr[0].id = cudaLaunchAttributeClusterDimension;
   attr[0].val.clusterDim.x = C;
   attr[0].val.clusterDim.y = attr[0].val.clusterDim.z = 1;
+  attr[1] = early_launch();
   cfg.attrs = attr;
-  cfg.numAttrs = 1;
+  cfg.numAttrs = 2;
   return cudaLaunchKernelEx(&cfg, decode_attention<C>, p);
 }
 

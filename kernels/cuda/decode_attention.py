@@ -91,6 +91,7 @@ def _list_of(entries: EntryList | None) -> _List:
     assert entries.pages.stride(1) == 1
     assert entries.pages.stride(0) % 16 == 0
     assert entries.pages.shape[1] >= n * ENTRY_BYTES
+    assert entries.pages.shape[0] * entries.pages.stride(0) < 16 << 32  # places are 32 bits, in units of 16 bytes
     assert entries.slots_BW.dtype == torch.int32
     assert entries.slots_BW.stride(1) == 1 or entries.slots_BW.shape[1] <= 1
     assert entries.lengths_B.dtype == torch.int32
