@@ -71,7 +71,7 @@ def index_logits(
     logits: Tensor,
     *,
     skip: int = 0,
-    blocks: int = 660,
+    blocks: int = 528,
 ) -> None:
     """Writes logits[t, :lengths[t]]; the rest of the row stays as it was.
 
@@ -81,7 +81,7 @@ def index_logits(
         most 64 W.
         logits: [T, at least the largest length] fp32. skip: rows of at most so many keys are left out (top-k takes
         all).
-        blocks: how many share the work, 5 for each multiprocessor; no result depends on it.
+        blocks: how many share the work, 4 for each multiprocessor; no result depends on it.
     """
     assert q_THD.shape[1:] == (HEADS, CHANNELS)
     assert q_THD.stride()[1:] == (CHANNELS, 1)
@@ -90,6 +90,7 @@ def index_logits(
     assert w_TH.stride(0) % 2 == 0
     assert pages.stride(1) == 1
     assert pages.stride(0) % 16 == 0
+    assert pages.shape[0] * pages.stride(0) < 16 << 32  # a page's place is 32 bits, in units of 16 bytes
     assert lengths_T.dtype == table_TW.dtype == torch.int32
     assert logits.dtype == torch.float32
     params = _Logits(
