@@ -1,4 +1,5 @@
 // K1: compressor pooling straight from the projection's output, with norm, rotary, quantisation and insert; and the state rows.
+// In the same launch, K2's kv side: rotary, quantisation and insert of the window's entries, by blocks of their own.
 //
 // One block an entry: 128 threads of four channels each, times GROUPS shares of the pooled tokens. A pooled token comes from
 // this step's rows if it belongs to the step, else from the sequence's ring; so a chunk's rows are read from device memory
@@ -26,12 +27,45 @@ struct CompressParams {
   float eps;
   int32_t ring_rows, keep, log2_entries, tokens;
   int32_t pool, save;  // which of the two this launch does
+  int32_t window_tokens, window_log2_entries;
+  const __nv_bfloat16* kv;  // [window tokens, 512], normed
+  int64_t kv_stride;
+  const int64_t* window_positions;
+  const int64_t* window_slots;  // -1: padding
+  uint8_t* window_pages;
+  int64_t window_page_stride;
 };
 
 namespace {
 struct Part {  // of a softmax over tokens, for four channels
   float top[4], sum[4], value[4];
 };
+
+// Rotates, quantises and writes an entry; 128 threads have four channels each. turns: the 32 cosines and 32 sines of its position.
+__device__ __forceinline__ void insert(const float (&v)[4], int t, uint8_t* pages, int64_t page_stride, int log2_entries, int64_t slot,
+                                       const float* turns) {
+  const int entries = 1 << log2_entries, at = (int)(slot & (entries - 1));
+  uint8_t* page = pages + (slot >> log2_entries) * page_stride;
+  if (t >= 112) {
+    const float* turn = turns + (t - 112) * 2;
+    const float2 cs = *(const float2*)turn, sn = *(const float2*)(turn + 32);
+    *(uint2*)(page + at * 576 + 448 + (t - 112) * 8) = make_uint2(pack_bf16(v[0] * cs.x - v[1] * sn.x, v[1] * cs.x + v[0] * sn.x),
+                                                                  pack_bf16(v[2] * cs.y - v[3] * sn.y, v[3] * cs.y + v[2] * sn.y));
+    if (t == 127) page[entries * 576 + at * 8 + 7] = 0;
+  }
+  // 16 threads a scale group; the last half warp is the rotary part and only keeps the others company.
+  const uint32_t lo = pack_bf16(v[0], v[1]), hi = pack_bf16(v[2], v[3]);
+  const float x[4] = {bf16_lo(lo), bf16_hi(lo), bf16_lo(hi), bf16_hi(hi)};
+  float top = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
+#pragma unroll
+  for (int m = 8; m; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
+  const int e = scale_exponent(fmaxf(top, 1e-4f));
+  const float inv = pow2(-e);
+  if (t < 112) {
+    *(uint32_t*)(page + at * 576 + t * 4) = pack_e4m3(x[0] * inv, x[1] * inv, x[2] * inv, x[3] * inv);
+    if ((t & 15) == 0) page[entries * 576 + at * 8 + (t >> 4)] = (uint8_t)(e + 127);
+  }
+}
 }  // namespace
 
 // RATIO 4: tokens p-7 .. p-4 with columns [0, 512), p-3 .. p with columns [512, 1024). RATIO 128: tokens p-127 .. p.
@@ -40,7 +74,17 @@ __global__ void __launch_bounds__(128 * GROUPS) compress(const __grid_constant__
   constexpr int kWidth = RATIO == 4 ? 1024 : 512, kPooled = RATIO == 4 ? 8 : 128, kShare = kPooled / GROUPS;
   __shared__ Part parts[GROUPS > 1 ? (GROUPS - 1) * 128 : 1];
   __shared__ float squares[4];
-  const int token = blockIdx.x, tid = threadIdx.x, group = tid >> 7, t = tid & 127;
+  const int tid = threadIdx.x, group = tid >> 7, t = tid & 127;
+  if ((int)blockIdx.x >= p.tokens) {  // a window entry for each group of threads
+    const int row = ((int)blockIdx.x - p.tokens) * GROUPS + group;
+    if (row >= p.window_tokens || p.window_slots[row] < 0) return;
+    const uint2 w = *(const uint2*)(p.kv + row * p.kv_stride + t * 4);
+    const float v[4] = {bf16_lo(w.x), bf16_hi(w.x), bf16_lo(w.y), bf16_hi(w.y)};
+    insert(v, t, p.window_pages, p.window_page_stride, p.window_log2_entries, p.window_slots[row],
+           p.cos_sin + p.window_positions[row] * 64);
+    return;
+  }
+  const int token = blockIdx.x;
   const int64_t pos = p.positions[token], ring = p.ring[token], slot = p.slots[token];
   const int first = p.first_row[token], last = p.last_row[token];
   const int64_t first_pos = pos - (token - first);
@@ -140,35 +184,20 @@ __global__ void __launch_bounds__(128 * GROUPS) compress(const __grid_constant__
   v[2] *= r * bf16_lo(w.y);
   v[3] *= r * bf16_hi(w.y);
 
-  const int entries = 1 << p.log2_entries, at = (int)(slot & (entries - 1));
-  uint8_t* page = p.pages + (slot >> p.log2_entries) * p.page_stride;
-  if (t >= 112) {  // rotary, by the position of the group's first token
-    const float* turn = p.cos_sin + (pos - pos % RATIO) * 64 + (t - 112) * 2;
-    const float2 cs = *(const float2*)turn, sn = *(const float2*)(turn + 32);
-    *(uint2*)(page + at * 576 + 448 + (t - 112) * 8) = make_uint2(pack_bf16(v[0] * cs.x - v[1] * sn.x, v[1] * cs.x + v[0] * sn.x),
-                                                                  pack_bf16(v[2] * cs.y - v[3] * sn.y, v[3] * cs.y + v[2] * sn.y));
-    if (t == 127) page[entries * 576 + at * 8 + 7] = 0;
-  }
-  // 16 threads a scale group; the last half warp is the rotary part and only keeps the others company.
-  const uint32_t lo = pack_bf16(v[0], v[1]), hi = pack_bf16(v[2], v[3]);
-  const float x[4] = {bf16_lo(lo), bf16_hi(lo), bf16_lo(hi), bf16_hi(hi)};
-  float top = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
-#pragma unroll
-  for (int m = 8; m; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
-  const int e = scale_exponent(fmaxf(top, 1e-4f));
-  const float inv = pow2(-e);
-  if (t < 112) {
-    *(uint32_t*)(page + at * 576 + t * 4) = pack_e4m3(x[0] * inv, x[1] * inv, x[2] * inv, x[3] * inv);
-    if ((t & 15) == 0) page[entries * 576 + at * 8 + (t >> 4)] = (uint8_t)(e + 127);
-  }
+  insert(v, t, p.pages, p.page_stride, p.log2_entries, slot, p.cos_sin + (pos - pos % RATIO) * 64);
+}
+
+template <int RATIO, int GROUPS>
+static int launch(const CompressParams& p, cudaStream_t stream) {
+  const int blocks = p.tokens + (p.window_tokens + GROUPS - 1) / GROUPS;
+  if (blocks > 0) compress<RATIO, GROUPS><<<blocks, 128 * GROUPS, 0, stream>>>(p);
+  return (int)cudaGetLastError();
 }
 
 extern "C" int hr_compress(const CompressParams* p, int ratio, void* stream) {
-  if (ratio == 4)
-    compress<4, 2><<<p->tokens, 256, 0, (cudaStream_t)stream>>>(*p);
-  else if (ratio == 128)
-    compress<128, 8><<<p->tokens, 1024, 0, (cudaStream_t)stream>>>(*p);
-  else
-    return (int)cudaErrorInvalidValue;
-  return (int)cudaGetLastError();
+  switch (ratio) {
+    case 4: return launch<4, 2>(*p, (cudaStream_t)stream);
+    case 128: return launch<128, 8>(*p, (cudaStream_t)stream);
+    default: return (int)cudaErrorInvalidValue;
+  }
 }

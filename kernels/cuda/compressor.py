@@ -1,4 +1,5 @@
-"""K1: the compressor's pooling straight from the projection's output, with norm, rotary, quantisation and insert [BI].
+"""K1: the compressor's pooling straight from the projection's output, with norm, rotary, quantisation and insert [BI];
+and K2's kv side, the window's entries, in the same launch.
 
 Shape letters: T tokens of a step, C = 2 * width columns (values, then scores; width 1024 for ratio 4, 512 for 128),
 R rings, P pages. Mathematics, the softmax over the pooled tokens and for each channel by itself, rotary position of the
@@ -40,6 +41,22 @@ class Step:
     """int64 [T]: where the entry that ends at this token goes; -1 where none does."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WindowRows:
+    """Rows that become entries of the window pool: rotated by their position, quantised, written at their slot."""
+
+    kv_TD: Tensor
+    """bf16 [T, 512], normed, not rotated; stride(1) = 1, stride(0) a multiple of 4."""
+    positions_T: Tensor
+    """int64 [T]."""
+    slots_T: Tensor
+    """int64 [T], page * N + position; -1 marks padding, which writes nothing."""
+    pages: Tensor
+    """uint8 [P, page stride], pages of 584-byte entries."""
+    page_entries: int
+    """N, a power of two."""
+
+
 class _Params(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -63,7 +80,36 @@ class _Params(ctypes.Structure):
         ("tokens", ctypes.c_int32),
         ("pool", ctypes.c_int32),
         ("save", ctypes.c_int32),
+        ("window_tokens", ctypes.c_int32),
+        ("window_log2_entries", ctypes.c_int32),
+        ("kv", ctypes.c_void_p),
+        ("kv_stride", ctypes.c_int64),
+        ("window_positions", ctypes.c_void_p),
+        ("window_slots", ctypes.c_void_p),
+        ("window_pages", ctypes.c_void_p),
+        ("window_page_stride", ctypes.c_int64),
     )
+
+
+def _set_window(params: _Params, window: WindowRows) -> None:
+    n = window.page_entries
+    assert window.kv_TD.dtype == torch.bfloat16
+    assert window.kv_TD.shape[1:] == (512,)
+    assert window.kv_TD.stride(1) == 1
+    assert window.kv_TD.stride(0) % 4 == 0
+    assert n & (n - 1) == 0
+    params.window_tokens, params.window_log2_entries = window.kv_TD.shape[0], n.bit_length() - 1
+    params.kv, params.kv_stride = window.kv_TD.data_ptr(), window.kv_TD.stride(0)
+    params.window_positions, params.window_slots = window.positions_T.data_ptr(), window.slots_T.data_ptr()
+    params.window_pages, params.window_page_stride = window.pages.data_ptr(), window.pages.stride(0)
+
+
+def insert_window(window: WindowRows, cos_sin: Tensor) -> None:
+    """K2's kv side alone, for layers without a compressor. cos_sin: [positions, 64] fp32."""
+    params = _Params(cos_sin=cos_sin.data_ptr())
+    _set_window(params, window)
+    status = build.load("compressor.cu").hr_compress(ctypes.byref(params), 4, ctypes.c_void_p(build.current_stream()))
+    build.check(status, "insert_window")
 
 
 def compress(
@@ -79,6 +125,7 @@ def compress(
     ratio: int,
     max_tokens_a_sequence: int,
     eps: float = 1e-6,
+    window: WindowRows | None = None,
 ) -> None:
     """Writes the entries that end in this step, and the state rows that later steps need.
 
@@ -88,6 +135,7 @@ def compress(
         pages: uint8 [P, page stride], pages of `page_entries` 584-byte entries.
         max_tokens_a_sequence: in this step. One launch does for few (decode, drafts); otherwise saving must wait until
             all have pooled, as a chunk's last rows may land on ring rows that its first entries read.
+        window: entries of the window pool to be written by the same launch, rotated by the same table; or None.
     """
     keep = POOLED[ratio]
     assert x_TC.dtype == state.dtype == torch.float32
@@ -115,12 +163,15 @@ def compress(
         log2_entries=page_entries.bit_length() - 1,
         tokens=x_TC.shape[0],
     )
+    if window is not None:
+        _set_window(params, window)
     together = max_tokens_a_sequence + keep - 1 <= state.shape[1]
     for pool, save in ((1, 1),) if together else ((1, 0), (0, 1)):
         params.pool, params.save = pool, save
         library = build.load("compressor.cu")
         status = library.hr_compress(ctypes.byref(params), ratio, ctypes.c_void_p(build.current_stream()))
         build.check(status, "compress")
+        params.window_tokens = 0
 
 
 def quantise_entries(entries: Tensor) -> Tensor:

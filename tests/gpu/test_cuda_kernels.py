@@ -276,6 +276,43 @@ def test_compress_does_not_depend_on_chunks(ratio: int) -> None:
     assert torch.equal(results[0], results[1])
 
 
+@pytest.mark.parametrize(("ratio", "tokens"), [(4, 1), (4, 21), (128, 21), (None, 21)])
+def test_window_rows_become_the_reference_bytes(ratio: int | None, tokens: int) -> None:
+    """With a compressor's launch and alone: entries at their slots, padding and all other bytes untouched."""
+    torch.manual_seed(13)
+    kv = (torch.randn(tokens, 520, device=DEV) * torch.exp2(torch.randint(-9, 9, (tokens, 1), device=DEV).float())).to(
+        torch.bfloat16
+    )[:, :512]
+    slots = torch.randperm(256, device=DEV)[:tokens]
+    slots[tokens // 2 + 1 :: 7] = -1
+    positions, table = torch.randint(0, 512, (tokens,), device=DEV), turns(512)
+    pages = torch.full((4, page_stride(64)), 255, dtype=torch.uint8, device=DEV)
+    window = k1.WindowRows(kv_TD=kv, positions_T=positions, slots_T=slots, pages=pages, page_entries=64)
+    if ratio is None:
+        k1.insert_window(window, table)
+    else:
+        width, step = k1.WIDTH[ratio], make_step([0], [5], 64)
+        k1.compress(
+            torch.randn(5, 2 * width, device=DEV),
+            torch.zeros(ratio, width, device=DEV),
+            torch.ones(512, dtype=torch.bfloat16, device=DEV),
+            step,
+            torch.zeros(1, 144, 2 * width, device=DEV),
+            torch.empty(64, page_stride(64), dtype=torch.uint8, device=DEV),
+            64,
+            table,
+            ratio=ratio,
+            max_tokens_a_sequence=5,
+            window=window,
+        )
+    real = slots >= 0
+    want = k1.quantise_entries(k5.rotate(kv.float(), table[positions]))[real]
+    assert (k1.entry_bytes(pages, 64, slots[real]) != want).float().mean() < 1e-3  # a rotation's last bit
+    other = torch.ones(256, dtype=torch.bool, device=DEV)
+    other[slots[real]] = False
+    assert (k1.entry_bytes(pages, 64, other.nonzero()[:, 0]) == 255).all()
+
+
 def test_move_pieces_copies_and_digests() -> None:
     """Pages gathered and scattered again keep their bytes; both digests are the payload's; one changed bit changes
     it."""
