@@ -323,7 +323,7 @@ def compressor(table: Any) -> None:
     from table import Case
 
     from headrace.kernels.cuda import compressor as k1
-    from headrace.kernels.cuda.decode_attention import read_entries
+    from headrace.kernels.cuda.decode_attention import read_entries, rotate
 
     mod, _ = peer.load_triton(os.environ["PEERS"])
     for case in peer.compressor(mod):
@@ -354,7 +354,7 @@ def compressor(table: Any) -> None:
             x = d.kvs
             first_set = first_set or (x, d, step, state.clone(), pages)
             calls.append(
-                lambda x=x, d=d, step=step, state=state, pages=pages: k1.compress(
+                lambda window=None, x=x, d=d, step=step, state=state, pages=pages: k1.compress(
                     x,
                     d.ape,
                     d.w,
@@ -365,6 +365,7 @@ def compressor(table: Any) -> None:
                     d.cs,
                     ratio=ratio,
                     max_tokens_a_sequence=1 if decode else x.shape[0],
+                    window=window,
                 )
             )
         x, d, step, state, pages = first_set
@@ -394,6 +395,32 @@ def compressor(table: Any) -> None:
             Case("ours, pool + save", case.shape, calls, check=check, limit=peer.FP8_LIMIT, nbytes=nbytes)
         )
         table.note(f"floor {nbytes / HBM_BYTES_S * 1e6:.1f} us = {nbytes / HBM_BYTES_S * 1e6 / us:.2f}")
+        if not decode:
+            continue
+        new = torch.full((8, 37440), 255, dtype=torch.uint8, device=DEV)
+        window = k1.WindowRows(
+            kv_TD=torch.randn(x.shape[0], 512, device=DEV).to(torch.bfloat16),
+            positions_T=d.pos,
+            slots_T=torch.randperm(512, device=DEV)[: x.shape[0]],
+            pages=new,
+            page_entries=64,
+        )
+        want_kv = k1.quantise_entries(rotate(window.kv_TD.float(), d.cs[d.pos]))
+
+        def check_window(_: Any) -> dict[str, float]:
+            wrong = (k1.entry_bytes(new, 64, window.slots_T) != want_kv).float().mean()
+            return {**check(None), "kv bytes unlike": float(wrong)}
+
+        table.measure(
+            Case(
+                "ours, pool + save + K2kv",
+                case.shape,
+                [lambda f=f: f(window) for f in calls],
+                check=check_window,
+                reset=lambda: new.fill_(255),
+                limit={**peer.FP8_LIMIT, "kv bytes unlike": 1e-3},
+            )
+        )
 
 
 def ends(table: Any) -> None:

@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(128 * GROUPS) compress(const __grid_constant__
   __shared__ Part parts[GROUPS > 1 ? (GROUPS - 1) * 128 : 1];
   __shared__ float squares[4];
   const int tid = threadIdx.x, group = tid >> 7, t = tid & 127;
+  after_previous_kernel();
   if ((int)blockIdx.x >= p.tokens) {  // a window entry for each group of threads
     const int row = ((int)blockIdx.x - p.tokens) * GROUPS + group;
     if (row >= p.window_tokens || p.window_slots[row] < 0) return;
@@ -190,8 +191,15 @@ __global__ void __launch_bounds__(128 * GROUPS) compress(const __grid_constant__
 template <int RATIO, int GROUPS>
 static int launch(const CompressParams& p, cudaStream_t stream) {
   const int blocks = p.tokens + (p.window_tokens + GROUPS - 1) / GROUPS;
-  if (blocks > 0) compress<RATIO, GROUPS><<<blocks, 128 * GROUPS, 0, stream>>>(p);
-  return (int)cudaGetLastError();
+  if (blocks == 0) return (int)cudaSuccess;
+  cudaLaunchConfig_t cfg = {};
+  cfg.gridDim = dim3(blocks);
+  cfg.blockDim = dim3(128 * GROUPS);
+  cfg.stream = stream;
+  cudaLaunchAttribute attr[1] = {early_launch()};
+  cfg.attrs = attr;
+  cfg.numAttrs = 1;
+  return (int)cudaLaunchKernelEx(&cfg, compress<RATIO, GROUPS>, p);
 }
 
 extern "C" int hr_compress(const CompressParams* p, int ratio, void* stream) {
