@@ -7,8 +7,8 @@
 //
 // A block is four warp-groups. Two produce: they gather entries, half into registers and half into a ring of shared memory,
 // decode e4m3 to bf16 and write tiles into two shared buffers; a whole tile (36 KB) is always on its way, also while another
-// is converted, and the one after has been asked into L2. Warp-group 0 multiplies q by the tile, does the softmax and the product with
-// channels 0..255; warp-group 1 the product with channels 256..511, from the probabilities left in shared memory.
+// is converted. Warp-group 0 multiplies q by the tile, does the softmax and the product with channels 0..255; warp-group 1 the
+// product with channels 256..511, from the probabilities left in shared memory.
 //
 // Decoding e4m3 is integer work: sign, exponent and mantissa bits are moved into place as a bf16 of 2^-120 times the value
 // (subnormals included), and one multiplication by 2^(120 + e - 32) brings in the scale of the group. Everything is

@@ -24,6 +24,15 @@ def test_e4m3_bits_shift_into_bf16() -> None:
     assert number.sum() == 254
 
 
+def test_four_codes_become_bf16_in_order() -> None:
+    """Low and high nibbles moved apart and picked together, as decode4 does, give the same bits as one code alone."""
+    for code in range(0, 256, 4):
+        word = sum(c << (8 * i) for i, c in enumerate(range(code, code + 4)))
+        low, high = word * 16 & 0xF0F0F0F0, (word & 0x80808080) | (word >> 4 & 0x07070707)
+        got = [((high >> (8 * i)) & 255) << 8 | (low >> (8 * i)) & 255 for i in range(4)]
+        assert got == [((c & 0x80) << 8) | ((c & 0x7F) << 4) for c in range(code, code + 4)]
+
+
 def test_folded_key_codes_are_exact() -> None:
     """The table in indexer.cu holds e4m3 codes of every e2m1 magnitude times 2^(6 - d), for every d from 0 to 14."""
     source = (build.SOURCES / "indexer.cu").read_text()
@@ -59,6 +68,54 @@ def test_runs_cover_all_tiles_once(split: int) -> None:
             first = min(tiles, rank * per)
             taken += range(first, min(tiles, first + per))
         assert taken == list(range(tiles))
+
+
+def test_pieces_of_a_tile_fill_it_once() -> None:
+    """The 16-byte pieces that a warp of decode_attention.cu loads are its 8 rows, each byte once, and the chunks of 8
+    channels that they become are each written once, at the place where the swizzle wants them."""
+    read, written = set(), set()
+    for lane in range(32):
+        part, parity, quarter = lane & 3, lane >> 2 & 1, lane >> 3
+        first = parity * 128 + quarter * 8192 + ((2 * part ^ parity) << 4)
+        rotary = quarter == 3
+        second = parity * 128 + quarter * 8192 + 32768 + (((part if rotary else 2 * part) ^ parity) << 4)
+        for piece in range(8):
+            i, half = piece >> 1, piece & 1
+            read.add((2 * i + parity, 256 * half + quarter * 64 + part * 16))
+            line = ((second if half else first) ^ (i << 5)) + i * 256
+            row, group = 2 * i + parity, 4 * half + quarter
+            chunks = [part] if half and rotary else [2 * part, 2 * part + 1]
+            for n, chunk in enumerate(chunks):
+                assert line ^ (16 * n) == group * 8192 + row * 128 + ((chunk ^ row) << 4)
+                written.add((row, group * 8 + chunk))
+        read.add((lane >> 2, 512 + part * 16))
+        written.add((lane >> 2, 7 * 8 + 4 + part))
+    assert read == {(row, byte) for row in range(8) for byte in range(0, 576, 16)}
+    assert written == {(row, chunk) for row in range(8) for chunk in range(64)}
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 4, 9, 23])
+def test_slots_are_read_before_they_are_replaced(tiles: int) -> None:
+    """The ring of decode_attention.cu that holds the slots of eight tiles gives each tile its own."""
+    ring = [t if t < tiles else -1 for t in range(8)]  # the first four tiles, then the next four
+    seen = [ring[0], ring[1]]
+    for it in range(tiles):
+        seen.append(ring[(it + 2) & 7])
+        if (it + 2) & 3 == 0:
+            for quarter in range(4):
+                t = it + 6 + quarter
+                ring[((it + 6) & 4) + quarter] = t if t < tiles else -1
+    assert seen == [t if t < tiles else -1 for t in range(tiles + 2)]
+
+
+def test_weights_meet_their_heads() -> None:
+    """Weight 2 * j + i of quad q in indexer.cu is head 8 * j + 2 * q + i, the columns that the quad's thread sums."""
+    place = {head: ((head >> 1 & 3), (head >> 3) * 2 + (head & 1)) for head in range(64)}
+    assert sorted(place.values()) == [(quad, n) for quad in range(4) for n in range(16)]
+    for quad in range(4):
+        for j in range(8):
+            for i in range(2):
+                assert place[8 * j + 2 * quad + i] == (quad, 2 * j + i)
 
 
 def test_scale_exponent_rule_matches_the_reference() -> None:
