@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from ..config.load import replace
 from ..config.tree import Config, RouterSection
+from ..core.errors import ConfigError
 from .ports import is_free
 from .serve import HostServer, base_url, complete
 
@@ -77,7 +78,11 @@ def demo(config: Config, *, prompt: str, once: bool) -> int:
         changes["router.port"] = 0
     config = complete(replace(config, changes))
     log_path = default_cache() / "demo.log"
-    with log_path.open("w", encoding="utf-8") as log:
+    try:
+        log = log_path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {log_path}: {error.strerror}; XDG_CACHE_HOME names another place") from error
+    with log:
         _tell("log", str(log_path))
         return asyncio.run(_Demo(config, prompt, once, log).run())
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..config.tree import Config
 
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+"""128 and the signal's number, as shells have it."""
 EXIT_CONFIG = 2
 """Also argparse's. A supervisor does not start such a child again: it would say the same."""
 
@@ -43,6 +45,9 @@ def run(words: Sequence[str]) -> int:
     except HeadraceError as error:
         print(f"headrace: {error.reason}: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        # Before a command's own handlers stand, as while `serve` looks for ports: nothing to drain yet.
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # `headrace layout | head`: the reader has what it wanted. Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,7 +21,7 @@ from pathlib import Path
 from ..config.load import ENV_API_KEY, ENV_CONFIG, ENV_PREFIX, FIELDS, as_flags, replace
 from ..config.tree import Config
 from ..core.errors import ConfigError
-from .ports import free_ports, is_free
+from .ports import check_free, free_ports
 from .supervisor import (
     Action,
     AllReady,
@@ -80,7 +80,7 @@ def complete(config: Config) -> Config:
     """The settings with this host's ports and each worker's share of it filled in.
 
     Raises:
-        ConfigError: no checkpoint at the path, or the wanted port is taken.
+        ConfigError: no checkpoint at the path, or nothing can listen at the wanted address.
     """
     if not (Path(config.model.path) / "config.json").is_file():
         raise ConfigError(f"model.path: no config.json in {config.model.path or 'an unnamed directory'}")
@@ -88,17 +88,13 @@ def complete(config: Config) -> Config:
     host = config.router.host
     if config.router.port == 0:
         changes["router.port"] = free_ports(host, 1)[0]
-    elif not is_free(host, config.router.port):
-        raise ConfigError(
-            f"router.port: something listens on {host}:{config.router.port} already; --port 0 finds another"
-        )
+    else:
+        check_free(host, config.router.port, "router.host, router.port")
     if config.router.grpc_enabled:
         if config.router.grpc_port == 0:
             changes["router.grpc_port"] = free_ports(config.router.grpc_host, 1)[0]
-        elif not is_free(config.router.grpc_host, config.router.grpc_port):
-            raise ConfigError(
-                f"router.grpc_port: something listens on {config.router.grpc_host}:{config.router.grpc_port} already"
-            )
+        else:
+            check_free(config.router.grpc_host, config.router.grpc_port, "router.grpc_host, router.grpc_port")
     if config.engine.num_threads == 0:
         changes["engine.num_threads"] = max(1, len(os.sched_getaffinity(0)) // len(worker_names(config)))
     return replace(config, changes)

@@ -84,3 +84,14 @@ def test_help_is_instant_and_lists_the_commands():
     for command in (b"serve", b"router", b"prefill", b"decode", b"layout", b"demo", b"version"):
         assert command in done.stdout
     assert best_s < 0.3
+
+
+def test_ctrl_c_before_a_command_can_drain_is_no_stack_trace(monkeypatch, capsys):
+    """The status that shells know."""
+
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.cli.main._serve", interrupted)
+    assert run(["serve", "m"]) == 130
+    assert capsys.readouterr().err == ""

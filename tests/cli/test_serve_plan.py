@@ -109,6 +109,19 @@ def test_taken_port_is_refused_before_anything_starts(checkpoint: Path):
             complete(make_config(checkpoint, router__port=str(port)))
 
 
+@pytest.mark.parametrize("port", ["0", "8000"])
+def test_an_address_of_another_host_is_not_called_taken(port: str, checkpoint: Path):
+    """No port would help, and none is tried after the first."""
+    elsewhere = "203.0.113.7"
+    for changes in (
+        {"router__host": elsewhere, "router__port": port},
+        {"router__grpc_enabled": "true", "router__grpc_host": elsewhere, "router__grpc_port": port},
+    ):
+        with pytest.raises(ConfigError, match=f"cannot listen on {elsewhere}") as caught:
+            complete(make_config(checkpoint, **changes))
+        assert "already" not in str(caught.value)
+
+
 def test_base_url_is_one_that_can_be_dialled():
     """A wildcard is where one listens, not where one goes."""
     assert base_url(load(flags={"router.host": "0.0.0.0"})) == "http://127.0.0.1:8000"
