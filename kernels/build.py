@@ -48,8 +48,16 @@ def compiler() -> tuple[str, ...]:
 
 @functools.cache
 def _machine() -> str:
-    """What `-march=native` depends on: compiler version and processor features."""
-    done = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True, timeout=60)
+    """What `-march=native` depends on: compiler version and processor features.
+
+    Raises:
+        ConfigError: what is named as the compiler is none.
+    """
+    command = [*compiler(), "--version"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"no working C compiler: {error}; install gcc or clang, or set CC") from error
     features = platform.machine() + platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -71,26 +79,49 @@ def build(source_name: str) -> Path:
     """Compile one source unless its object exists. Two processes may build at once: the rename is atomic.
 
     Raises:
-        ConfigError: the compiler refused the source; its output is the message.
+        ConfigError: the compiler refused the source, its output is the message; or the cache can't be written.
     """
     target = object_path(source_name)
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _compile(source_name, target)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep compiled kernels in {target.parent}: {error.strerror}; HEADRACE_CACHE names another folder"
+        ) from error
+    return target
+
+
+def _compile(source_name: str, target: Path) -> None:
     handle, part = tempfile.mkstemp(prefix=f".{source_name}-", suffix=".so", dir=target.parent)
     os.close(handle)
     try:
         command = [*compiler(), *FLAGS, "-o", part, str(SOURCES / f"{source_name}.c"), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(str(error)) from error
         if done.returncode != 0:
             raise ConfigError(f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
         os.replace(part, target)
     finally:
         Path(part).unlink(missing_ok=True)
-    return target
 
 
 @functools.cache
 def load_library(source_name: str) -> ctypes.CDLL:
-    """The loaded object of `csrc/<source_name>.c`, built if need be."""
-    return ctypes.CDLL(str(build(source_name)))
+    """The loaded object of `csrc/<source_name>.c`, built if need be.
+
+    Raises:
+        ConfigError: as `build`; or the kept object is no library, as after a power cut, and a new one is none either.
+    """
+    path = build(source_name)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        try:
+            _compile(source_name, path)
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            raise ConfigError(f"cannot load compiled kernels: {error}") from error

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..core.errors import ConfigError
 from .checkpoint import FP4_GROUP, FP8_BLOCK, SINGLE_FILE, Place, tensor_table
 from .config import ModelConfig
 
@@ -98,13 +100,26 @@ def ensure_demo(cache: Path | None = None) -> Path:
 
     The directory's name changes with this file, so an old one is never mistaken for the present one; it appears whole,
     by a rename.
+
+    Raises:
+        ConfigError: the cache can't be written.
     """
     cache = default_cache() if cache is None else cache
     revision = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     final = cache / f"demo-{revision}"
     if final.is_dir():
         return final
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _make(cache, final)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot keep the demo checkpoint in {cache}: {error}; XDG_CACHE_HOME names another place"
+        ) from error
+    return final
+
+
+def _make(cache: Path, final: Path) -> None:
     partial = Path(tempfile.mkdtemp(prefix=".demo-", dir=cache))
     try:
         write_demo(partial)
@@ -116,7 +131,6 @@ def ensure_demo(cache: Path | None = None) -> Path:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return final
 
 
 def write_demo(folder: Path) -> None:

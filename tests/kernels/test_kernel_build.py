@@ -52,6 +52,31 @@ def test_a_refused_source_leaves_nothing_behind(sources):
     assert list((sources / "cache").iterdir()) == []
 
 
+def test_a_cache_that_cannot_be_written_is_named(sources, monkeypatch):
+    """With the variable that helps; not a stack of file errors."""
+    (sources / "seven.c").write_text("int seven(void) { return 7; }")
+    (sources / "file").write_text("")
+    for folder in ("file", "file/below", "/proc/nothing"):
+        monkeypatch.setenv("HEADRACE_CACHE", str(sources / folder))
+        with pytest.raises(ConfigError, match="HEADRACE_CACHE"):
+            build.build("seven")
+
+
+def test_a_kept_object_that_is_no_library_is_built_anew(sources):
+    """A power cut may leave a name without its bytes."""
+    (sources / "seven.c").write_text("int seven(void) { return 7; }")
+    build.build("seven").write_bytes(b"")
+    assert build.load_library.__wrapped__("seven").seven() == 7
+
+
+@pytest.mark.parametrize("command", ["false", "/"])
+def test_a_compiler_that_does_not_work_is_told_as_such(command, monkeypatch):
+    """CC may name anything."""
+    monkeypatch.setattr(build, "compiler", lambda: (command,))
+    with pytest.raises(ConfigError, match="set CC"):
+        build._machine.__wrapped__()
+
+
 def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch):
     """Not a stack of file-not-found."""
     monkeypatch.setattr(build.shutil, "which", lambda name: None)

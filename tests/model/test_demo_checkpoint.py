@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from oracle.ours import Ours
 from oracle.plain import Plain
 
+from headrace.core.errors import ConfigError
 from headrace.model import demo
 from headrace.model.checkpoint import load_weights
 from headrace.model.config import LayerKind, ModelConfig
@@ -93,9 +94,15 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError("disk full")
 
     monkeypatch.setattr(demo, "write_demo", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match="disk full"):
         demo.ensure_demo(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        demo.ensure_demo(tmp_path / "file")
 
 
 def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
