@@ -16,6 +16,7 @@ import uvicorn
 from ..config.tree import Config
 from ..core.clock import MonotonicClock
 from ..core.errors import ConfigError, Draining
+from .connection import EdgeConnection
 from .dispatch import Dispatcher
 from .generation import Edge
 from .grpc_api import GrpcSurface
@@ -92,7 +93,7 @@ class Router:
             log_config=None,
             access_log=False,
             lifespan="off",
-            http="httptools",
+            http=EdgeConnection,
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
             server_header=False,

@@ -1,6 +1,7 @@
 """The router as a process: its first line, its signals, its errors; and clients that read slowly or not at all."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
@@ -14,6 +15,7 @@ from router_world import in_world
 
 from headrace.config.tree import Config, ModelSection, RouterSection
 from headrace.core.errors import ConfigError
+from headrace.router import connection as connection_module
 from headrace.router import http as http_module
 from headrace.router.main import Router
 from headrace.router.served_model import detect_profile, load_served_model
@@ -132,6 +134,52 @@ def test_silent_stream_is_kept_alive(monkeypatch, checkpoint):
         assert len("".join([chunk.choices[0].text async for chunk in stream])) == 3
 
     scenario(checkpoint)
+
+
+def test_client_that_does_not_finish_its_headers_is_left(monkeypatch, checkpoint):
+    """Silence, half a head, half a second head: closed after the deadline; a running answer is not cut."""
+    monkeypatch.setattr(connection_module, "HEAD_TIMEOUT_S", 0.2)
+
+    @in_world()
+    async def scenario(w):
+        host, _, port = w.router.http_address.rpartition(":")
+        whole = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+        for sent, status in ((b"", b""), (b"GET /li", b""), (whole + b"GET /live HTTP/1.1\r\nhost", b"HTTP/1.1 200")):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            async with asyncio.timeout(5):
+                answer = await reader.read()
+            assert answer.startswith(status)
+            assert answer.count(b"HTTP/1.1") == bool(status)
+            writer.close()
+
+        w.workers["decode-1"].faults.step_s = 0.1
+        body = json.dumps({"prompt": "x", "max_tokens": 8, "stream": True}).encode()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(b"GET /live HTTP/1.1\r\nhost")
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+        assert answer.count(b"data: [DONE]") == 1
+        writer.close()
+
+    scenario(checkpoint)
+
+
+@in_world()
+async def test_headers_without_an_end_are_refused(w):
+    """Long before they fill the memory."""
+    host, _, port = w.router.http_address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /live HTTP/1.1\r\nx: ")
+    num_sent = 0
+    with contextlib.suppress(ConnectionError):
+        while num_sent < 64 << 20 and not reader.at_eof():
+            writer.write(b"a" * 65536)
+            num_sent += 65536
+            await writer.drain()
+    assert num_sent < 32 << 20
+    writer.close()
 
 
 def test_client_that_does_not_read_is_left(monkeypatch, checkpoint):
