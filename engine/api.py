@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from ..core.errors import HeadraceError
+from ..core.kv_events import KvEvent
 from ..core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from ..kvcache.allocator import PoolCounts
 from ..kvcache.sequence import SequencePages
@@ -166,9 +167,17 @@ class SequenceFailed:
     error: HeadraceError
 
 
-Event: TypeAlias = (
+@dataclass(frozen=True)
+class CacheChanged:
+    """What may be hit here has changed. Names no sequence; comes after the state it tells of is final."""
+
+    changes: tuple[KvEvent, ...]
+
+
+SequenceEvent: TypeAlias = (
     Reserved | Refused | Started | ChunkDone | TokenSampled | PromptScored | SequenceFinished | SequenceFailed
 )
+Event: TypeAlias = SequenceEvent | CacheChanged
 
 EventSink: TypeAlias = Callable[[Sequence[Event]], None]
 

@@ -155,7 +155,7 @@ class Desk:
 
     # ---- engine, transfer, time ----
 
-    def on_engine(self, events: Sequence[engine.Event], now_s: float) -> None:
+    def on_engine(self, events: Sequence[engine.SequenceEvent], now_s: float) -> None:
         for event in events:
             seat = self._seats.get(event.key)
             if seat is not None:

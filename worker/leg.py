@@ -82,7 +82,7 @@ TransferLegEvent: TypeAlias = (
 )
 """Of the transfer thread's events those that name a transfer; links are no leg's business."""
 
-LegEvent: TypeAlias = engine.Event | TransferLegEvent | Abort | Due
+LegEvent: TypeAlias = engine.SequenceEvent | TransferLegEvent | Abort | Due
 
 # ---- what a leg says to its router ----
 

@@ -311,7 +311,8 @@ class Worker:
 
     def _on_engine(self, events: Sequence[engine.Event]) -> None:
         assert self._parts is not None
-        self._parts.desk.on_engine(events, self._clock.now_s())
+        of_legs = [event for event in events if not isinstance(event, engine.CacheChanged)]
+        self._parts.desk.on_engine(of_legs, self._clock.now_s())
 
     def _to_transfer(self, command: transfer.Command) -> None:
         assert self._parts is not None
