@@ -145,6 +145,7 @@ class GenerateLeg:
         self._end_s = now_s + order.timeout_s
         self._wait_s: float | None = now_s + RESERVE_S
         self._num_pages = 0
+        self._held_tokens = 0
 
     @property
     def due_s(self) -> float | None:
@@ -176,7 +177,7 @@ class GenerateLeg:
                 return self._pull(held_tokens, pages)
             case transfer.Arrived(_, first_token, first_index, stats=stats):
                 return [
-                    Say(SaidTransferred(stats, self._num_pages)),
+                    Say(SaidTransferred(stats, self._num_pages, self._held_tokens)),
                     ToEngine(engine.Admit(self._key, first_token, first_index)),
                 ]
             case transfer.NotNeeded(_, first_token, _):
@@ -202,6 +203,7 @@ class GenerateLeg:
                 raise AssertionError(event)
 
     def _pull(self, held_tokens: int, pages: SequencePages) -> list[Action]:
+        self._held_tokens = held_tokens
         held_blocks = held_tokens // BLOCK_TOKENS
         self._num_pages = len(pages.history) - held_blocks + len(pages.window) + 1
         holder = self._holder

@@ -34,7 +34,7 @@ def merge(item: pb.LegItem, word: Word) -> None:
                 token_to_message(first_position + offset, token, one)
                 for offset, (token, one) in enumerate(zip(tokens, several, strict=True))
             )
-        case SaidTransferred(stats, num_pages):
+        case SaidTransferred(stats, num_pages, _):
             item.transferred.CopyFrom(
                 pb.Transferred(
                     num_bytes=stats.payload_bytes,

@@ -116,6 +116,8 @@ class SaidPrompt:
 class SaidTransferred:
     stats: transfer.TransferStats
     num_pages: int
+    held_tokens: int = 0
+    """Leading tokens that were here already and did not travel."""
 
 
 @dataclass(frozen=True)

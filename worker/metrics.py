@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from ..core.errors import HeadraceError
-from ..engine.api import EngineLoad
+from ..engine.api import EngineLoad, LegKind
 from ..transfer.api import LinkDirection, LinkPhase, TransferCounts, TransferStats
-from .leg import Failed, Finished, LegOrder, SaidStarted, SaidToken, SaidTransferred, Word
+from .leg import Failed, Finished, LegOrder, SaidReserved, SaidStarted, SaidToken, SaidTransferred, Word
 from .lifecycle import WorkerState
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ class Snapshots:
     transfer: Callable[[], TransferCounts | None]
     num_legs: Callable[[], int]
     stalled_s: Callable[[], float]
+    num_cached_blocks: Callable[[], int]
 
 
 class WorkerMetrics:
@@ -50,6 +51,18 @@ class WorkerMetrics:
         )
         self._tokens = Counter("headrace:generation_tokens", "Output tokens sent", registry=self.registry)
         self._computed = Counter("headrace:prompt_tokens", "Prompt tokens computed", registry=self.registry)
+        self._queries = Counter(
+            "headrace:prefix_cache_queries", "Prompt tokens looked up", ["kind"], registry=self.registry
+        )
+        self._hits = Counter(
+            "headrace:prefix_cache_hits", "Prompt tokens that were found", ["kind"], registry=self.registry
+        )
+        self._sources = Counter(
+            "headrace:prompt_tokens_by_source",
+            "Prompt tokens by where their cache entries came from",
+            ["source"],
+            registry=self.registry,
+        )
         self._alarms = Counter(
             "headrace:leg_alarms", "Legs whose pages were not let go in time", registry=self.registry
         )
@@ -93,10 +106,17 @@ class WorkerMetrics:
         match word:
             case SaidToken():
                 self._tokens.inc()
-            case SaidStarted(queued_s=queued_s):
+            case SaidStarted(cached_tokens, queued_s):
                 self._queued.observe(queued_s)
-            case SaidTransferred(stats):
+                self._looked_up(order, cached_tokens)
+                self._sources.labels("local").inc(cached_tokens)
+                self._sources.labels("computed").inc(len(order.prompt) - cached_tokens)
+            case SaidReserved(held_tokens) if order.kind is LegKind.GENERATE:
+                self._looked_up(order, held_tokens)
+            case SaidTransferred(stats, _, held_tokens):
                 self.transferred("in", stats)
+                self._sources.labels("local").inc(held_tokens)
+                self._sources.labels("peer").inc(len(order.prompt) - held_tokens)
             case Finished():
                 self._legs.labels(order.kind.value, "finished").inc()
                 self._computed.inc(word.computed_tokens)
@@ -108,6 +128,10 @@ class WorkerMetrics:
                     "leg.failed kind=%s request=%s attempt=%d reason=%s text=%s",
                     order.kind.value, order.request_id, order.attempt, error.reason, error,
                 )  # fmt: skip
+
+    def _looked_up(self, order: LegOrder, hit_tokens: int) -> None:
+        self._queries.labels(order.kind.value).inc(len(order.prompt))
+        self._hits.labels(order.kind.value).inc(hit_tokens)
 
     def alarm(self, order: LegOrder, what: str) -> None:
         self._alarms.inc()
@@ -139,6 +163,10 @@ class _Moment(Collector):
         )  # fmt: skip
         yield _gauge("headrace:legs_open", "Legs of which anything is left", [], [((), self._from.num_legs())])
         yield _gauge("headrace:stalled_seconds", "Work present and no step ended", [], [((), self._from.stalled_s())])
+        yield _gauge(
+            "headrace:prefix_cache_blocks", "Blocks of 256 tokens that may be hit", [],
+            [((), self._from.num_cached_blocks())],
+        )  # fmt: skip
         load = self._from.engine()
         if load is not None:
             yield from self._engine(load)

@@ -30,6 +30,7 @@ from ..core.ids import Incarnation, WorkerId, new_incarnation
 from ..core.peer import PeerMessage
 from ..engine import api as engine
 from ..engine.build import Built, build_engine
+from ..model.config import WINDOW
 from ..proto.engine_convert import PROTOCOL
 from ..proto.internal.v1 import engine_pb2, engine_pb2_grpc, peer_pb2_grpc
 from ..transfer import api as transfer
@@ -40,6 +41,8 @@ from . import links, session
 from .channels import server_options
 from .desk import Desk
 from .intake import Intake
+from .kv_events import KvLog
+from .kv_streams import KvStreams
 from .leg import LegFactories, TransferLegEvent
 from .lifecycle import Change, Lifecycle, ProgressWatch, WorkerState
 from .links import Links
@@ -83,6 +86,7 @@ class Worker:
         self._drain_s = config.worker.drain_s
         self._status = 0
         self._book = PeerBook()
+        self._kv = KvStreams(self._incarnation, KvLog())
         self._loop: asyncio.AbstractEventLoop
 
     async def run(self) -> int:
@@ -97,6 +101,7 @@ class Worker:
             transfer=lambda: self._parts.transfer.counts() if self._parts is not None else None,
             num_legs=lambda: self._parts.desk.num_legs if self._parts is not None else 0,
             stalled_s=lambda: self._watch.stalled_s,
+            num_cached_blocks=lambda: self._kv.log.num_blocks,
         )
         metrics = WorkerMetrics(role=self._config.worker.role, snapshots=snapshots)
         source = StatusSource(
@@ -184,6 +189,7 @@ class Worker:
                 max_model_len=built.max_model_len,
                 max_prompt_tokens=built.max_prompt_tokens,
             ),
+            kv=self._kv,
             describe=self._describe,
             load=self._load_report,
             drain=self._drain,
@@ -311,7 +317,12 @@ class Worker:
 
     def _on_engine(self, events: Sequence[engine.Event]) -> None:
         assert self._parts is not None
-        of_legs = [event for event in events if not isinstance(event, engine.CacheChanged)]
+        of_legs: list[engine.SequenceEvent] = []
+        for event in events:
+            if isinstance(event, engine.CacheChanged):
+                self._kv.changed(event.changes)
+            else:
+                of_legs.append(event)
         self._parts.desk.on_engine(of_legs, self._clock.now_s())
 
     def _to_transfer(self, command: transfer.Command) -> None:
@@ -388,6 +399,7 @@ class Worker:
             version=__version__,
             protocol=PROTOCOL,
             max_num_seqs=config.engine.max_num_seqs,
+            replay_tokens=replay_tokens(parts.built.config.num_layers),
         )
 
     def _load_report(self) -> engine_pb2.LoadReport:
@@ -408,6 +420,8 @@ class Worker:
             state=self._lifecycle.state.value,
             steps=load.steps,
             open_transfers=counts.open_transfers,
+            kv_seq=self._kv.log.last_seq,
+            kv_blocks=self._kv.log.num_blocks,
         )
 
     def _describe_state(self) -> dict[str, Any]:
@@ -427,6 +441,10 @@ class Worker:
             document["sessions"] = parts.service.num_sessions
             document["peers"] = self._book.num_peers
             document["streams"] = parts.links.num_links
+            log = self._kv.log
+            document["prefix_cache"] = {
+                "blocks": log.num_blocks, "seq": log.last_seq, "subscribers": self._kv.num_subscribers,
+            }  # fmt: skip
         return document
 
 
@@ -451,6 +469,11 @@ def make_driver(config: Config, worker_id: WorkerId, incarnation: Incarnation) -
 
         return MemoryNetwork(MonotonicClock()).driver(name)
     return NixlDriver(name)
+
+
+def replay_tokens(num_layers: int) -> int:
+    """Positions after which every layer's window is exact again, started from none; in whole blocks."""
+    return -(-WINDOW * num_layers // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def _check_segments(built: Built, segment_bytes: int) -> None:

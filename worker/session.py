@@ -23,6 +23,7 @@ from ..proto.internal.v1 import engine_pb2_grpc
 from .desk import Desk
 from .intake import Intake
 from .items import merge, weight
+from .kv_streams import KvStreams
 from .leg import Word
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         *,
         desk: Desk,
         intake: Intake,
+        kv: KvStreams,
         describe: Callable[[], pb.WorkerDescription],
         load: Callable[[], pb.LoadReport],
         drain: Callable[[float], None],
@@ -116,6 +118,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     ) -> None:
         self._desk = desk
         self._intake = intake
+        self._kv = kv
         self._describe = describe
         self._load = load
         self._drain = drain
@@ -135,7 +138,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             session.ask_beat()
 
     def finish_sessions(self, why: str) -> None:
-        """Send what is still to be said, then end every session."""
+        """Send what is still to be said, then end every session, and the streams of the cache's changes."""
+        self._kv.close()
         for session in self._sessions:
             session.finish(SessionEnded(grpc.StatusCode.UNAVAILABLE, why))
 
@@ -151,6 +155,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"budget_s must be 0 to {MAX_DRAIN_S:.0f}")
         self._drain(request.budget_s)
         return pb.DrainReply()
+
+    async def KvSnapshot(self, request: pb.KvSnapshotRequest, context: Any) -> None:
+        await self._kv.snapshot(request, context)
+
+    async def KvEvents(self, request: pb.KvEventsRequest, context: Any) -> None:
+        await self._kv.events(request, context)
 
     async def Session(self, request_iterator: AsyncIterator[pb.RouterMessage], context: Any) -> None:
         session: RouterSession | None = None

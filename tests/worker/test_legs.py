@@ -209,7 +209,7 @@ def test_generate_pulls_after_its_credits_and_decodes_after_the_last_byte(walk: 
     )
     leg.transfer(transfer.Arrived(tid, 11, 0, 344, 256, STATS))
     assert leg.rig.took() == ([engine.Admit(leg.key, 11, 0)], [])
-    assert leg.words[-1] == SaidTransferred(STATS, 2 + 3 + 1)
+    assert leg.words[-1] == SaidTransferred(STATS, 2 + 3 + 1, 256)
     leg.engine(engine.TokenSampled(leg.key, 1, 12, None), engine.TokenSampled(leg.key, 2, 13, None))
     leg.engine(engine.SequenceFinished(leg.key, FinishReason.LENGTH, None, 0, 0.0, None))
     assert leg.words[-1] == Finished(FinishReason.LENGTH, None, 0.0, 0)

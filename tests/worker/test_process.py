@@ -119,7 +119,7 @@ class Rig:
             self.engine = FakeEngine(sink)
             return SimpleNamespace(
                 engine=self.engine,
-                config=SimpleNamespace(vocab_size=100),
+                config=SimpleNamespace(vocab_size=100, num_layers=3),
                 geometry=Geometry(self.least_segment_bytes),
                 mover=None,
                 document="{}",

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.core.clock import MonotonicClock
 from headrace.core.errors import Draining, RequestError
-from headrace.core.ids import WorkerId
+from headrace.core.ids import Incarnation, WorkerId
 from headrace.core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from headrace.engine import api as engine
 from headrace.engine.api import LegKind
@@ -25,6 +25,8 @@ from headrace.proto.internal.v1 import engine_pb2_grpc
 from headrace.transfer import api as transfer
 from headrace.worker.channels import channel_options, server_options
 from headrace.worker.intake import Intake
+from headrace.worker.kv_events import KvLog
+from headrace.worker.kv_streams import KvStreams
 from headrace.worker.session import MAX_MESSAGE_BYTES, EngineService
 
 VOCAB = 1000
@@ -86,6 +88,7 @@ class Server:
         self.rig = rig
         self.drained: list[float] = []
         self.faults: list[BaseException] = []
+        self.kv = KvStreams(Incarnation(77), KvLog(max_messages=4), beat_s=beat_s)
         self.service = EngineService(
             desk=rig.desk,
             intake=Intake(
@@ -95,6 +98,7 @@ class Server:
                 max_model_len=100,
                 max_prompt_tokens=90,
             ),
+            kv=self.kv,
             describe=lambda: pb.WorkerDescription(worker_id="decode-0", protocol=PROTOCOL, state="ready"),
             load=lambda: pb.LoadReport(running=3, state="ready"),
             drain=self.drained.append,

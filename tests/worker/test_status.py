@@ -18,7 +18,7 @@ from headrace.core.errors import ConfigError, Draining, TransferFailed
 from headrace.engine.api import EngineLoad, LegKind
 from headrace.kvcache.allocator import PoolCounts
 from headrace.transfer.api import LinkCount, LinkDirection, LinkPhase, TransferCounts, TransferStats
-from headrace.worker.leg import Failed, Finished, SaidStarted, SaidToken, SaidTransferred
+from headrace.worker.leg import Failed, Finished, SaidReserved, SaidStarted, SaidToken, SaidTransferred
 from headrace.worker.lifecycle import ProgressWatch, WorkerState
 from headrace.worker.metrics import Snapshots, WorkerMetrics
 from headrace.worker.status import StatusServer, StatusSource
@@ -73,6 +73,7 @@ class Status:
             transfer=lambda: self.counts,
             num_legs=lambda: 7,
             stalled_s=lambda: self.watch.stalled_s,
+            num_cached_blocks=lambda: 7,
         )
         self.metrics = WorkerMetrics(role="decode", snapshots=snapshots)
         self.source = StatusSource(
@@ -137,14 +138,16 @@ def test_metrics_carry_the_specified_names(status: Status, make_order: Callable[
     order = make_order(LegKind.GENERATE)
     stats = TransferStats(payload_bytes=10, num_segments=1, seconds=0.2, tail_seconds=0.003)
     for word in (
-        SaidStarted(0, 0.5),
         SaidToken(0, 1, None),
         SaidToken(1, 1, None),
-        SaidTransferred(stats, 4),
+        SaidReserved(256),
+        SaidTransferred(stats, 4, 256),
         Finished(None, None, 0.3, 600),
         Failed(TransferFailed("digest")),
     ):
         status.metrics.leg_said(order, word)
+    status.metrics.leg_said(make_order(LegKind.PREFILL), SaidStarted(512, 0.5))
+    status.metrics.leg_said(make_order(LegKind.LOCAL), SaidReserved(0))
     status.metrics.leg_refused(Draining("leaving"))
     found = status.samples()
     assert found[("headrace:legs_refused_total", ("draining",))] == 1
@@ -168,6 +171,15 @@ def test_metrics_carry_the_specified_names(status: Status, make_order: Callable[
     assert found[("headrace:kv_transfer_time_seconds_count", ("in",))] == 1
     assert found[("headrace:kv_transfer_tail_seconds_sum", ("in",))] == pytest.approx(0.003)
     assert found[("headrace:request_queue_time_seconds_count", ())] == 1
+    assert found[("headrace:prefix_cache_blocks", ())] == 7
+    assert found[("headrace:prefix_cache_queries_total", ("generate",))] == 600
+    assert found[("headrace:prefix_cache_hits_total", ("generate",))] == 256
+    assert found[("headrace:prefix_cache_hits_total", ("prefill",))] == 512
+    assert ("headrace:prefix_cache_queries_total", ("local",)) not in found
+    sources = {
+        name: found[("headrace:prompt_tokens_by_source_total", (name,))] for name in ("computed", "local", "peer")
+    }
+    assert sources == {"computed": 88, "local": 256 + 512, "peer": 344}
 
 
 def test_a_worker_that_loads_answers_already(status: Status) -> None:
