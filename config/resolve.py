@@ -22,6 +22,11 @@ HISTORY_PAGE_TOKENS = 256
 WINDOW_PAGE_TOKENS = 64
 WINDOW_TOKENS = 128
 
+WINDOW_PAGES_KEPT = 2
+"""Of one check-point."""
+CHECK_POINT_PART = 8
+"""One part in so many of the memory may hold check-points."""
+
 CPU_POOL_BYTES = 1 << 30
 """The most that a CPU worker takes for its pools unasked: a laptop has other work, and several workers."""
 
@@ -67,10 +72,11 @@ def size_pools(
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> CacheSection:
-    """Every pool's size, those left 0 computed: rows for each sequence first, history from what memory is left.
+    """Every pool's size, those left 0 computed: rows for each sequence first, then check-points, history the rest.
 
     Window pages for every sequence in mid-chunk at once are given if half of the memory holds them. Else fewer, but at
-    least so many that every sequence can decode while one is in mid-chunk: the others' prompts wait their turn.
+    least so many that every sequence can decode while one is in mid-chunk: the others' prompts wait their turn. Pages
+    of check-points come on top.
 
     Args:
         cache: sizes already given stay; `memory_bytes` bounds the sum.
@@ -79,23 +85,47 @@ def size_pools(
         ConfigError: memory holds not even that and one block of history.
     """
     state_rows = cache.state_rows or max_num_seqs
-    rows_bytes = state_rows * page_bytes[PoolKind.STATE] + cache.snapshot_rows * page_bytes[PoolKind.SNAPSHOT]
+    state_bytes = state_rows * page_bytes[PoolKind.STATE]
     at_rest, in_chunk = _window_pages(1), _window_pages(min(max_num_batched_tokens, max_model_len))
-    affordable = (cache.memory_bytes // 2 - rows_bytes) // page_bytes[PoolKind.WINDOW]
+    affordable = (cache.memory_bytes // 2 - state_bytes) // page_bytes[PoolKind.WINDOW]
     least = (max_num_seqs - 1) * at_rest + in_chunk
-    window_pages = cache.window_pages or max(least, min(max_num_seqs * in_chunk, affordable))
-    fixed_bytes = window_pages * page_bytes[PoolKind.WINDOW] + rows_bytes
+    live_window = max(least, min(max_num_seqs * in_chunk, affordable))
+    check_point_bytes = page_bytes[PoolKind.SNAPSHOT] + WINDOW_PAGES_KEPT * page_bytes[PoolKind.WINDOW]
+    snapshot_rows = cache.snapshot_rows
+    if snapshot_rows == 0 and cache.prefix_caching:
+        left = cache.memory_bytes - state_bytes - live_window * page_bytes[PoolKind.WINDOW]
+        snapshot_rows = max(0, min(cache.memory_bytes // CHECK_POINT_PART, left // 2) // check_point_bytes)
+    window_pages = cache.window_pages or live_window + WINDOW_PAGES_KEPT * snapshot_rows
+    fixed_bytes = (
+        window_pages * page_bytes[PoolKind.WINDOW] + state_bytes + snapshot_rows * page_bytes[PoolKind.SNAPSHOT]
+    )
     history_pages = cache.history_pages
     if history_pages == 0:
-        wanted = max_num_seqs * -(-max_model_len // HISTORY_PAGE_TOKENS)
-        affordable = (cache.memory_bytes - fixed_bytes) // page_bytes[PoolKind.HISTORY]
-        if affordable < 1:
+        history_pages = (cache.memory_bytes - fixed_bytes) // page_bytes[PoolKind.HISTORY]
+        if history_pages < 1:
             raise ConfigError(
                 f"cache.memory_bytes is {cache.memory_bytes}, but window, state and snapshot pools take {fixed_bytes} "
                 f"of it: raise it, or lower engine.max_num_seqs ({max_num_seqs})"
             )
-        history_pages = min(wanted, affordable)
-    return dataclasses.replace(cache, history_pages=history_pages, window_pages=window_pages, state_rows=state_rows)
+        if not cache.prefix_caching:
+            # What no running sequence could fill would never be used.
+            history_pages = min(history_pages, max_num_seqs * -(-max_model_len // HISTORY_PAGE_TOKENS))
+    sized = dataclasses.replace(
+        cache,
+        history_pages=history_pages,
+        window_pages=window_pages,
+        state_rows=state_rows,
+        snapshot_rows=snapshot_rows,
+    )
+    logger.info(
+        "cache.pools history=%d window=%d state=%d snapshot=%d page_bytes=%s",
+        history_pages,
+        window_pages,
+        state_rows,
+        snapshot_rows,
+        ",".join(f"{kind.value}:{page_bytes[kind]}" for kind in PoolKind),
+    )
+    return sized
 
 
 def _window_pages(chunk_tokens: int) -> int:

@@ -42,6 +42,9 @@ class CacheSection:
     window_pages: int = 0
     state_rows: int = 0
     snapshot_rows: int = 0
+    """Check-points that can be kept at once."""
+    prefix_caching: bool = True
+    """Keep whole blocks of finished sequences, and read them instead of computing them again."""
     poison_free_pages: bool = False
     """Fill freed pages with 0xFF, so that any stale read becomes a NaN."""
 
@@ -127,6 +130,9 @@ class RouterSection:
     queue_timeout_s: float = 30.0
     attempts: int = 3
     """Tries before the first output byte."""
+    local_prefill_tokens: int = 512
+    """A decode worker that holds the beginning of a prompt computes the rest itself if it is no longer than this and no
+    prefill worker would be cheaper; 0: never."""
     request_timeout_s: float = 600.0
     drain_s: float = 30.0
     default_max_tokens: int = 0

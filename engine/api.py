@@ -14,7 +14,7 @@ from typing import TypeAlias
 from ..core.errors import HeadraceError
 from ..core.kv_events import KvEvent
 from ..core.sampling import FinishReason, SamplingParams, TokenLogprobs
-from ..kvcache.allocator import PoolCounts
+from ..kvcache.pages import PoolCounts
 from ..kvcache.sequence import SequencePages
 
 
@@ -96,8 +96,9 @@ class Reserved:
 
     key: int
     held_tokens: int
+    """Of whole leading blocks that are here already: final in `pages`, to be neither computed nor shipped again."""
     pages: SequencePages
-    """GENERATE: page ids for the whole prompt, for the scatter. Others: empty until computed."""
+    """GENERATE: page ids for the whole prompt, for the scatter. Others: of the blocks that are held."""
 
 
 @dataclass(frozen=True)

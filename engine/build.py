@@ -12,15 +12,17 @@ import torch
 
 from ..config.resolve import size_pools
 from ..config.tree import Config
+from ..core.blocks import BLOCK_TOKENS
 from ..core.clock import Clock
 from ..core.errors import ConfigError
 from ..core.pools import PoolKind
 from ..kernels import cpu
 from ..kvcache.allocator import CacheManager
 from ..kvcache.fingerprint import document, fingerprint, golden_digests, table_digest
-from ..kvcache.layout import CacheLayout, CacheShape, Stream
+from ..kvcache.layout import WINDOW_TOKENS, CacheLayout, CacheShape, Stream
 from ..kvcache.pools import CachePools
 from ..kvcache.segments import CacheGeometry, CacheMover
+from ..kvcache.snapshots import CheckPointCopier
 from ..model.batch import LayerViews
 from ..model.checkpoint import load_weights
 from ..model.config import ModelConfig
@@ -115,14 +117,28 @@ def build_engine(
         PoolKind.SNAPSHOT: cache.snapshot_rows,
     }
     pools = CachePools(layout, num_pages, poison=cache.poison_free_pages)
-    manager = CacheManager(num_pages, pools.poison_pages if cache.poison_free_pages else None)
+    replay_tokens = -(-WINDOW_TOKENS * len(layout.shape.ratios) // BLOCK_TOKENS) * BLOCK_TOKENS
+    manager = CacheManager(
+        num_pages, pools.poison_pages if cache.poison_free_pages else None, replay_tokens=replay_tokens
+    )
     weights = load_weights(path, model_config, progress)
     model = Transformer(model_config, weights, bf16=bf16, max_positions=max_model_len)
-    engine = Engine(model, layer_views(layout, pools), manager, config.engine, clock, sink, on_fatal, max_model_len)
     far = rotary_table(model_config.compress_rope_theta, model_config.yarn, min(max_model_len, 65536))
     golden = golden_digests(layout, cpu.insert_entries) | {"rotary": table_digest(far)}
     named = {"weights": weight_digest(path), "arithmetic": "bf16" if bf16 else "fp32", "kernels": "cpu-1"}
     text = document(layout, named, golden)
+    engine = Engine(
+        model,
+        layer_views(layout, pools),
+        manager,
+        CheckPointCopier(layout, pools),
+        config.engine,
+        clock,
+        sink,
+        on_fatal,
+        max_model_len,
+        fingerprint(text) if config.cache.prefix_caching else None,
+    )
     return Built(
         engine, model_config, layout, pools, CacheGeometry(layout), CacheMover(layout, pools), text, fingerprint(text),
         max_model_len, min(max_model_len, manager.max_tokens()),

@@ -17,17 +17,20 @@ from enum import Enum
 from torch import Tensor
 
 from ..config.tree import EngineSection
-from ..core.blocks import BLOCK_TOKENS
+from ..core.blocks import BLOCK_TOKENS, BlockHash, block_hashes, child_hash, root_hash
 from ..core.clock import Clock
 from ..core.errors import Cancelled, NoFreePages, PromptTooLong, QueueFull
 from ..core.sampling import FinishReason
-from ..kvcache.allocator import CacheManager
+from ..kvcache.allocator import CacheManager, Hit
+from ..kvcache.check_points import SPACING, next_border, prompt_borders
 from ..kvcache.sequence import SequencePages
+from ..kvcache.snapshots import CheckPointCopier
 from ..model.batch import LayerViews
 from ..model.transformer import Transformer
 from .api import (
     AbortSequence,
     Admit,
+    CacheChanged,
     ChunkDone,
     Command,
     EngineLoad,
@@ -69,6 +72,15 @@ class _Sequence:
     request: EngineRequest
     tokens: list[int]
     history: History
+    root: BlockHash | None
+    """Parent of the first block; None: no prefix cache."""
+    hashes: list[BlockHash]
+    """Of the full blocks of `tokens`, as far as they were wanted."""
+    hit: Hit = field(default_factory=Hit)
+    borders: tuple[int, ...] = ()
+    """Of the prompt, where a check-point is kept."""
+    output_border: BlockHash | None = None
+    """The block at whose end the last check-point of the output was kept."""
     phase: Phase = Phase.QUEUED
     start_heard: bool = False
     """PREFILL: `Start` may come before the credits."""
@@ -101,18 +113,22 @@ class Engine:
         model: Transformer,
         views: Sequence[LayerViews],
         manager: CacheManager,
+        copier: CheckPointCopier,
         section: EngineSection,
         clock: Clock,
         sink: EventSink,
         on_fatal: Callable[[BaseException], None],
         max_model_len: int,
+        fingerprint: bytes | None,
     ) -> None:
         """
         Args:
+            fingerprint: root of all block hashes; None: nothing is cached beyond its sequence.
             on_fatal: told of a broken invariant in the engine thread, which then ends; the worker must die of it.
             max_model_len: longest prompt plus output.
         """
-        self._model, self._views, self._manager, self._section = model, views, manager, section
+        self._model, self._views, self._section = model, views, section
+        self._manager, self._copier, self._fingerprint = manager, copier, fingerprint
         self._clock, self._sink, self._on_fatal, self._max_model_len = clock, sink, on_fatal, max_model_len
         self._sequences: dict[int, _Sequence] = {}
         self._queue: deque[int] = deque()
@@ -169,8 +185,16 @@ class Engine:
         self._admit_queued()
         slices, sequences = self._schedule()
         if slices:
+            # Said before the step, not after: cached blocks are shipped while the first chunk is computed.
+            self._say()
             self._step(slices, sequences)
+        changes = self._manager.drain_events()
+        if changes:
+            self._events.append(CacheChanged(changes))
         self._load = self._measure()
+        self._say()
+
+    def _say(self) -> None:
         if self._events:
             events, self._events = self._events, []
             self._sink(events)
@@ -193,8 +217,9 @@ class Engine:
             case Admit(key, first_token, _):
                 sequence = self._sequences.get(key)
                 if sequence is not None and sequence.phase is Phase.LANDING:
-                    sequence.pages = self._manager.admit(key)
+                    self._manager.admit(key)
                     sequence.computed = sequence.num_prompt
+                    self._publish(key, sequence)
                     sequence.tokens.append(first_token)
                     sequence.history.add(first_token)
                     sequence.phase = Phase.RUNNING
@@ -220,7 +245,9 @@ class Engine:
             self._events.append(Refused(request.key, QueueFull(f"{len(self._queue)} requests wait already")))
         else:
             history = History.of(request.prompt, request.num_output_tokens)
-            self._sequences[request.key] = _Sequence(request, list(request.prompt), history)
+            root = None if self._fingerprint is None else root_hash(self._fingerprint, request.namespace)
+            hashes = [] if root is None else block_hashes(root, request.prompt)
+            self._sequences[request.key] = _Sequence(request, list(request.prompt), history, root, hashes)
             self._queue.append(request.key)
 
     def _admit_queued(self) -> None:
@@ -230,13 +257,24 @@ class Engine:
             sequence = self._sequences[key]
             request = sequence.request
             reserve = 1 if request.kind is LegKind.PREFILL else min(request.sampling.max_tokens, self._reserve_tokens)
+            # Scores of a prompt need every position of it computed, so it reads nothing that is here.
+            hashes = [] if request.sampling.prompt_logprobs is not None else sequence.hashes
             try:
                 if request.kind is LegKind.GENERATE:
-                    pages = self._manager.reserve_landing(key, sequence.num_prompt, reserve_tokens=reserve)
+                    pages, num_held = self._manager.reserve_landing(
+                        key, sequence.num_prompt, reserve_tokens=reserve, root=sequence.root, hashes=sequence.hashes
+                    )
                 else:
-                    pages = SequencePages()
-                    chunk = min(self._section.max_num_batched_tokens, sequence.num_prompt)
-                    self._manager.reserve(key, sequence.num_prompt, reserve_tokens=reserve, chunk_tokens=chunk)
+                    hit = self._manager.reserve(
+                        key,
+                        sequence.num_prompt,
+                        reserve_tokens=reserve,
+                        chunk_tokens=min(self._section.max_num_batched_tokens, sequence.num_prompt),
+                        root=sequence.root,
+                        hashes=hashes,
+                    )
+                    pages, num_held = self._manager.pages(key), hit.num_blocks
+                    self._begin_at(sequence, hit, pages)
             except NoFreePages:
                 return
             self._queue.popleft()
@@ -246,7 +284,17 @@ class Engine:
                 LegKind.GENERATE: Phase.LANDING,
                 LegKind.LOCAL: Phase.RUNNING,
             }[request.kind]
-            self._events.append(Reserved(key, 0, pages))
+            self._events.append(Reserved(key, num_held * BLOCK_TOKENS, pages))
+
+    def _begin_at(self, sequence: _Sequence, hit: Hit, pages: SequencePages) -> None:
+        """Put what goes before the first position that is computed in its place."""
+        sequence.hit, sequence.computed = hit, hit.start
+        if sequence.root is not None:
+            sequence.borders = prompt_borders(sequence.num_prompt, hit)
+        if hit.blank_window:
+            self._copier.blank(pages.state_row, hit.blank_window)
+        elif hit.start:
+            self._copier.restore(hit.snapshot_row, pages.state_row, hit.start)
 
     @property
     def _reserve_tokens(self) -> int:
@@ -288,6 +336,9 @@ class Engine:
             end = min(len(sequence.tokens), sequence.computed + budget)
             if end < len(sequence.tokens) and end // BLOCK_TOKENS * BLOCK_TOKENS > sequence.computed:
                 end = end // BLOCK_TOKENS * BLOCK_TOKENS  # whole blocks can be published and shipped at once
+            border = None if sequence.decoding else self._next_border(sequence)
+            if border is not None:
+                end = min(end, border)
             try:
                 sequence.pages = self._manager.extend(key, end)
             except NoFreePages as error:
@@ -295,14 +346,15 @@ class Engine:
                 self._give_up(key, sequence)
                 continue
             if not sequence.started and sequence.request.kind is not LegKind.GENERATE:
-                self._events.append(Started(key, 0))
+                self._events.append(Started(key, sequence.hit.start))
                 sequence.started_s = self._clock.now_s()
             sequence.started = True
             tokens = sequence.tokens[sequence.computed : end]
             wanted: Sequence[int] = [end - 1] if end == len(sequence.tokens) else []
             if sequence.request.sampling.prompt_logprobs is not None and sequence.computed < sequence.num_prompt:
                 wanted = range(sequence.computed, end)
-            slices.append(Slice(tokens, sequence.computed, sequence.pages, wanted))
+            frozen_below = sequence.hit.num_blocks * BLOCK_TOKENS
+            slices.append(Slice(tokens, sequence.computed, sequence.pages, wanted, frozen_below))
             chosen.append((key, sequence))
             budget -= len(tokens)
         return slices, chosen
@@ -314,17 +366,23 @@ class Engine:
             rows = logits[row : row + len(piece.logit_positions)]
             row += len(piece.logit_positions)
             sequence.computed = piece.start + len(piece.tokens)
-            if sequence.request.kind is not LegKind.GENERATE and piece.start < sequence.num_prompt:
-                self._events.append(ChunkDone(key, sequence.computed, sequence.pages))
             try:
-                self._read_logits(key, sequence, piece, rows)
+                sampled = self._read_logits(key, sequence, piece, rows)
             except BrokenLogits as error:
                 self._events.append(SequenceFailed(key, error))
                 self._give_up(key, sequence)
+                continue
+            self._publish(key, sequence)
+            if sequence.request.kind is not LegKind.GENERATE and piece.start < sequence.num_prompt:
+                self._events.append(ChunkDone(key, sequence.computed, sequence.pages))
+            self._manager.trim_window(key, sequence.computed)
+            if sampled is not None:
+                self._accept(key, sequence, sampled)
         self._steps += 1
         self._progress_s = self._clock.now_s()
 
-    def _read_logits(self, key: int, sequence: _Sequence, piece: Slice, rows: Tensor) -> None:
+    def _read_logits(self, key: int, sequence: _Sequence, piece: Slice, rows: Tensor) -> TokenSampled | None:
+        """Scores of the prompt, and the next token if the sequence has caught up with its last one."""
         params = sequence.request.sampling
         if params.prompt_logprobs is not None and piece.start < sequence.num_prompt:
             scored = [p for p in piece.logit_positions if p + 1 < sequence.num_prompt]
@@ -335,17 +393,52 @@ class Engine:
                     for p, t in zip(scored, tokens, strict=True)
                 )
                 self._events.append(PromptScored(key, scored[0] + 1, tokens, values))
-        self._manager.trim_window(key, sequence.computed)
         if sequence.computed < len(sequence.tokens):
-            return
+            return None
         relative = sequence.index - sequence.request.num_output_tokens
         token, logprobs = sample(rows[-1], params, sequence.history, sequence.index, relative)
+        return TokenSampled(key, sequence.index, token, logprobs)
+
+    def _accept(self, key: int, sequence: _Sequence, sampled: TokenSampled) -> None:
         if len(sequence.tokens) == sequence.num_prompt:
             sequence.prefill_s = self._clock.now_s() - sequence.started_s
-        self._events.append(TokenSampled(key, sequence.index, token, logprobs))
-        sequence.tokens.append(token)
-        sequence.history.add(token)
-        self._end_if_over(key, sequence, token)
+        self._events.append(sampled)
+        sequence.tokens.append(sampled.token)
+        sequence.history.add(sampled.token)
+        self._end_if_over(key, sequence, sampled.token)
+
+    # ---- the prefix cache ----
+
+    def _next_border(self, sequence: _Sequence) -> int | None:
+        if sequence.root is None:
+            return None
+        spaced = self._manager.has_room_for_check_point()
+        return next_border(sequence.computed, sequence.borders, spaced=spaced)
+
+    def _publish(self, key: int, sequence: _Sequence) -> None:
+        """The step is done: whole blocks may be read by others from now on, and a border may be kept."""
+        num, computed = sequence.computed // BLOCK_TOKENS, sequence.computed
+        if sequence.root is None:
+            return
+        while len(sequence.hashes) < num:
+            at = len(sequence.hashes) * BLOCK_TOKENS
+            parent = sequence.hashes[-1] if sequence.hashes else sequence.root
+            sequence.hashes.append(child_hash(parent, sequence.tokens[at : at + BLOCK_TOKENS]))
+        sequence.pages = self._manager.publish(key, sequence.hashes[:num])
+        if computed % BLOCK_TOKENS or not computed:
+            return
+        in_output = computed > sequence.num_prompt
+        wanted = in_output or computed in sequence.borders or sequence.request.kind is LegKind.GENERATE
+        if not wanted and computed % SPACING:
+            return
+        row = self._manager.check_point(key, computed, evict=wanted)
+        if row < 0:
+            return
+        self._copier.save(sequence.pages.state_row, row, computed)
+        if in_output:
+            if sequence.output_border is not None:
+                self._manager.drop_check_point(sequence.output_border)
+            sequence.output_border = sequence.hashes[num - 1]
 
     def _end_if_over(self, key: int, sequence: _Sequence, token: int) -> None:
         params, reason, stop_id = sequence.request.sampling, None, None
@@ -367,7 +460,7 @@ class Engine:
         else:
             self._drop(key)
         pages = sequence.pages if prefilled else None
-        computed = 0 if sequence.request.kind is LegKind.GENERATE else sequence.num_prompt
+        computed = 0 if sequence.request.kind is LegKind.GENERATE else sequence.num_prompt - sequence.hit.start
         self._events.append(SequenceFinished(key, reason, stop_id, computed, sequence.prefill_s, pages))
 
     # ---- books ----

@@ -1,142 +1,42 @@
-"""Who owns which page, and who was promised how many: exact accounting of the four pools.
+"""Who owns which page, and who was promised how many: exact accounting of the four pools, hits included.
 
 A sequence is admitted when every pool can promise what it needs, or not at all. A promise is a number of credits;
-pages are taken from them when positions grow. So growth within the promise never meets a full pool, and free pages are
-always at least the credits. Knows counts, page ids and logical positions; no bytes, no time. One thread owns it.
+pages are taken from them when positions grow. So growth within the promise never meets a full pool, and free and
+cached pages are always at least the credits. Blocks that are complete are published: the prefix index knows them, any
+sequence may read them, and they outlive the one that computed them. Knows counts, page ids and logical positions; no
+bytes, no time. One thread owns it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 
-from ..core.blocks import BLOCK_TOKENS
+from ..core.blocks import BLOCK_TOKENS, BlockHash
 from ..core.errors import NoFreePages
+from ..core.kv_events import KvEvent
 from ..core.pools import PoolKind
 from .layout import WINDOW_PAGE_TOKENS, WINDOW_TOKENS, live_window
+from .pages import PagePool, PageState, PoolCounts
+from .prefix import PrefixIndex
 from .sequence import SequencePages
 
 OnFree = Callable[[PoolKind, Sequence[int]], None]
-
-
-class PageState(IntEnum):
-    """What a page is used for."""
-
-    FREE = 0
-    ACTIVE = 1
-    """A sequence computes into it or reads it."""
-    LANDING = 2
-    """Bytes of another worker are scattered into it; nothing may read it."""
-
-
-NEXT_STATES: Mapping[PageState, frozenset[PageState]] = {
-    PageState.FREE: frozenset({PageState.ACTIVE, PageState.LANDING}),
-    PageState.ACTIVE: frozenset({PageState.FREE}),
-    PageState.LANDING: frozenset({PageState.ACTIVE, PageState.FREE}),
-}
+HISTORY, WINDOW, STATE, SNAPSHOT = PoolKind.HISTORY, PoolKind.WINDOW, PoolKind.STATE, PoolKind.SNAPSHOT
 
 
 @dataclass(frozen=True)
-class PoolCounts:
-    """One pool's books; total = free + active + landing, and reserved <= free."""
+class Hit:
+    """What a sequence found here when it was admitted."""
 
-    total: int
-    free: int
-    active: int
-    landing: int
-    reserved: int
-    """Free pages that are promised to sequences."""
-
-
-class PagePool:
-    """The pages of one pool: each in one state, some of the free ones promised."""
-
-    def __init__(self, kind: PoolKind, num_pages: int) -> None:
-        assert num_pages >= 0
-        self.kind = kind
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._states = bytearray(num_pages)
-        self._counts = [num_pages, 0, 0]
-        self._reserved = 0
-
-    @property
-    def available(self) -> int:
-        """Pages that can still be promised."""
-        return len(self._free) - self._reserved
-
-    def counts(self) -> PoolCounts:
-        free, active, landing = self._counts
-        return PoolCounts(self.num_pages, free, active, landing, self._reserved)
-
-    def state(self, page: int) -> PageState:
-        return PageState(self._states[page])
-
-    def promise(self, num: int) -> None:
-        """Set `num` free pages aside, no matter which."""
-        assert 0 <= num <= self.available
-        self._reserved += num
-
-    def forgo(self, num: int) -> None:
-        """Give back a promise that is not used."""
-        assert 0 <= num <= self._reserved
-        self._reserved -= num
-
-    def take(self, num: int, state: PageState) -> list[int]:
-        """Turn `num` promised pages into owned ones."""
-        self.forgo(num)
-        pages = self._free[len(self._free) - num :]
-        pages.reverse()
-        del self._free[len(self._free) - num :]
-        self._move(pages, PageState.FREE, state)
-        return pages
-
-    def activate(self, pages: Sequence[int]) -> None:
-        """LANDING pages have arrived whole."""
-        self._move(pages, PageState.LANDING, PageState.ACTIVE)
-
-    def free(self, pages: Sequence[int], state: PageState) -> None:
-        """Pages owned in `state` go back."""
-        self._move(pages, state, PageState.FREE)
-        self._free += pages
-
-    def _move(self, pages: Sequence[int], old: PageState, new: PageState) -> None:
-        assert new in NEXT_STATES[old]
-        states = self._states
-        for page in pages:
-            assert states[page] == old, f"{self.kind.value} page {page} is {PageState(states[page]).name}"
-            states[page] = new
-        self._counts[old] -= len(pages)
-        self._counts[new] += len(pages)
-
-    def check(self, num_owned: int, reserved: int) -> list[str]:
-        """Compare the counts with what the owners say; takes no time that grows with the pool."""
-        name, (free, active, landing), wrong = self.kind.value, self._counts, []
-        if free != len(self._free) or active + landing != num_owned or free + active + landing != self.num_pages:
-            wrong.append(
-                f"{name}: {free} free, {active} active and {landing} landing of {self.num_pages}, {num_owned} owned"
-            )
-        if reserved != self._reserved:
-            wrong.append(f"{name}: sequences hold {reserved} credits, the pool promised {self._reserved}")
-        if self._reserved > len(self._free):
-            wrong.append(f"{name}: {self._reserved} promised of {len(self._free)} free")
-        return wrong
-
-    def audit(self, owned: Sequence[int], reserved: int) -> list[str]:
-        """`check`, and every page by itself."""
-        name, wrong = self.kind.value, self.check(len(owned), reserved)
-        if len(set(owned)) != len(owned):
-            wrong.append(f"{name}: a page has two owners")
-        if sorted([*owned, *self._free]) != list(range(self.num_pages)):
-            wrong.append(f"{name}: {len(owned)} owned and {len(self._free)} free are not {self.num_pages} pages")
-        if any(self._states[page] != PageState.FREE for page in self._free):
-            wrong.append(f"{name}: a page on the free list is in use")
-        if any(self._states[page] == PageState.FREE for page in owned):
-            wrong.append(f"{name}: an owned page is free")
-        if [self._states.count(state) for state in PageState] != self._counts:
-            wrong.append(f"{name}: counts by state {self._counts} are not the pages' states")
-        return wrong
+    num_blocks: int = 0
+    """Leading blocks that it reads from published pages, and never writes."""
+    start: int = 0
+    """First position to be computed."""
+    snapshot_row: int = -1
+    """To be copied into the state row at once: the rows that go before `start`."""
+    blank_window: tuple[int, ...] = ()
+    """Window pages before `start` whose true entries are gone: to be filled with zeros at once, as the state row."""
 
 
 @dataclass
@@ -146,14 +46,22 @@ class _Sequence:
     credits: dict[PoolKind, int]
     window_quota: int
     """Window pages and credits that it keeps while its window moves on."""
+    root: BlockHash | None = None
+    """Parent of its first block; None: it takes no part in the prefix cache."""
     landing: bool = False
+    exact_from: int = 0
+    """Positions from here on are computed from true windows and rows; those before it are a replay's."""
     length: int = 0
     """Positions below it have pages, or had."""
     window_floor: int = 0
     """Window pages below it are gone."""
     history: list[int] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    """Of its leading pages of history that are published: PINNED, not its own."""
     window: dict[int, int] = field(default_factory=dict)
     """By position // 64, ascending."""
+    shared_window: set[int] = field(default_factory=set)
+    """Numbers of window pages that are PINNED, not its own."""
     state_row: int = -1
     snapshot: SequencePages | None = None
 
@@ -163,14 +71,25 @@ class _Sequence:
         return PageState.LANDING if self.landing else PageState.ACTIVE
 
     def owned(self, kind: PoolKind) -> list[int]:
+        """Pages that nobody else reads."""
         match kind:
             case PoolKind.HISTORY:
-                return self.history
+                return self.history[len(self.hashes) :]
             case PoolKind.WINDOW:
-                return list(self.window.values())
+                return [page for number, page in self.window.items() if number not in self.shared_window]
             case PoolKind.STATE:
                 return [] if self.state_row < 0 else [self.state_row]
             case PoolKind.SNAPSHOT:
+                return []
+
+    def pinned(self, kind: PoolKind) -> list[int]:
+        """Pages that others may read as well."""
+        match kind:
+            case PoolKind.HISTORY:
+                return self.history[: len(self.hashes)]
+            case PoolKind.WINDOW:
+                return [page for number, page in self.window.items() if number in self.shared_window]
+            case PoolKind.STATE | PoolKind.SNAPSHOT:
                 return []
 
     def pages(self) -> SequencePages:
@@ -198,14 +117,22 @@ def window_pages(chunk_tokens: int, tokens: int) -> int:
 class CacheManager:
     """Pages and credits of all sequences of one engine, by the engine's key."""
 
-    def __init__(self, num_pages: Mapping[PoolKind, int], on_free: OnFree | None = None) -> None:
+    def __init__(
+        self, num_pages: Mapping[PoolKind, int], on_free: OnFree | None = None, *, replay_tokens: int = 1 << 40
+    ) -> None:
         """
         Args:
             on_free: told of pages the moment they are free, before anyone else can get them (poison).
+            replay_tokens: positions after which a window that began empty is exact in every layer; a multiple of 256.
         """
-        self._pools = {kind: PagePool(kind, num_pages.get(kind, 0)) for kind in PoolKind}
+        assert replay_tokens % BLOCK_TOKENS == 0
+        self._pools = {
+            kind: PagePool(kind, num_pages.get(kind, 0), charges_sharers=kind is WINDOW) for kind in PoolKind
+        }
         self._sequences: dict[int, _Sequence] = {}
-        self._on_free = on_free
+        self._on_free: OnFree = on_free or (lambda kind, pages: None)
+        self._index = PrefixIndex(self._pools, self._on_free)
+        self._replay_tokens = replay_tokens
 
     # ---- admission ----
 
@@ -213,54 +140,101 @@ class CacheManager:
         """Whether empty pools would hold the sequence to its longest; if not, waiting can't help."""
         tokens = prompt_tokens + max_tokens
         return (
-            history_pages(tokens) <= self._pools[PoolKind.HISTORY].num_pages
-            and window_pages(chunk_tokens, tokens) <= self._pools[PoolKind.WINDOW].num_pages
-            and self._pools[PoolKind.STATE].num_pages > 0
+            history_pages(tokens) <= self._pools[HISTORY].num_pages
+            and window_pages(chunk_tokens, tokens) <= self._pools[WINDOW].num_pages
+            and self._pools[STATE].num_pages > 0
         )
 
     def max_tokens(self) -> int:
         """Longest sequence that empty pools hold."""
-        return self._pools[PoolKind.HISTORY].num_pages * BLOCK_TOKENS
+        return self._pools[HISTORY].num_pages * BLOCK_TOKENS
 
-    def reserve(self, key: int, prompt_tokens: int, *, reserve_tokens: int, chunk_tokens: int) -> None:
+    def reserve(
+        self,
+        key: int,
+        prompt_tokens: int,
+        *,
+        reserve_tokens: int,
+        chunk_tokens: int,
+        root: BlockHash | None = None,
+        hashes: Sequence[BlockHash] = (),
+    ) -> Hit:
         """Promise a sequence that is computed here all that its prompt and `reserve_tokens` of output need.
 
+        Args:
+            root: parent of its first block; None keeps it out of the prefix cache.
+            hashes: of the prompt's full blocks.
+        Returns:
+            what of it is here already. With a `start` above 0 the sequence has a state row, to be filled at once.
         Raises:
             NoFreePages: some pool is short; nothing was promised in any.
         """
         tokens = prompt_tokens + reserve_tokens
+        # The last token is always computed, for its logits.
+        num, border, start = self._look_up(hashes[: (prompt_tokens - 1) // BLOCK_TOKENS])
         window = window_pages(min(chunk_tokens, prompt_tokens), tokens)
-        self._open(key, {PoolKind.HISTORY: history_pages(tokens), PoolKind.WINDOW: window, PoolKind.STATE: 1})
+        check_point = self._index.check_point(hashes[border - 1]) if start and start == border * BLOCK_TOKENS else None
+        pages = check_point.window if check_point is not None else ()
+        sequence = self._open(
+            key,
+            {HISTORY: history_pages(tokens) - num, WINDOW: window - len(pages), STATE: 1},
+            hashes[:num],
+            pages,
+            root,
+        )
+        sequence.window_quota = window
+        sequence.length, sequence.window_floor = start, live_window(start).start
+        # A replay that begins at the very start is no replay: nothing goes before it.
+        sequence.exact_from = num * BLOCK_TOKENS if start and check_point is None else start
+        if not start:
+            return Hit(num)
+        live = live_window(start)
+        if check_point is not None:
+            self._index.pin_check_point(hashes[border - 1])
+            sequence.window.update(zip(live, check_point.window, strict=True))
+            sequence.shared_window.update(live)
+            self._take(sequence, 0, (), PageState.ACTIVE)
+            return Hit(num, start, snapshot_row=check_point.snapshot_row)
+        self._take(sequence, 0, live, PageState.ACTIVE)
+        return Hit(num, start, blank_window=tuple(sequence.window.values()))
 
-    def reserve_landing(self, key: int, prompt_tokens: int, *, reserve_tokens: int) -> SequencePages:
+    def reserve_landing(
+        self,
+        key: int,
+        prompt_tokens: int,
+        *,
+        reserve_tokens: int,
+        root: BlockHash | None = None,
+        hashes: Sequence[BlockHash] = (),
+    ) -> tuple[SequencePages, int]:
         """Pages for a prompt that arrives from elsewhere, and credits for `reserve_tokens` of output.
 
         Returns:
-            all its pages: whole history, the window that is alive at its end, a state row. They are LANDING: `admit`
-            makes them readable.
+            all its pages: whole history, the window that is alive at its end, a state row; and how many leading blocks
+            are here already and need not arrive. The others are LANDING: `admit` makes them readable.
         Raises:
             NoFreePages: some pool is short; nothing was taken in any.
         """
         assert prompt_tokens > 0
         tokens = prompt_tokens + reserve_tokens
+        num = self._index.match(hashes)
         live = live_window(prompt_tokens)
         window = max(window_pages(1, tokens), len(live))
-        sequence = self._open(
-            key, {PoolKind.HISTORY: history_pages(tokens), PoolKind.WINDOW: window, PoolKind.STATE: 1}
-        )
+        needed = {HISTORY: history_pages(tokens) - num, WINDOW: window, STATE: 1}
+        sequence = self._open(key, needed, hashes[:num], (), root)
         sequence.landing = True
         sequence.length = prompt_tokens
         sequence.window_floor = live.start
-        self._take(sequence, history_pages(prompt_tokens), live, PageState.LANDING)
-        return sequence.pages()
+        self._take(sequence, history_pages(prompt_tokens) - num, live, PageState.LANDING)
+        return sequence.pages(), num
 
     def admit(self, key: int) -> SequencePages:
         """Everything of a landing sequence has arrived and was verified: it may be read and grow."""
         sequence = self._sequences[key]
         assert sequence.landing
-        sequence.landing = False
         for kind, pool in self._pools.items():
             pool.activate(sequence.owned(kind))
+        sequence.landing = False
         return sequence.pages()
 
     # ---- growth ----
@@ -274,12 +248,12 @@ class CacheManager:
         sequence = self._sequences[key]
         assert not sequence.landing
         assert new_length >= sequence.length
-        blocks = history_pages(new_length) - len(sequence.history)
+        blocks = max(0, history_pages(new_length) - len(sequence.history))
         first = max(sequence.length // WINDOW_PAGE_TOKENS, sequence.window_floor)
         window = [p for p in range(first, -(-new_length // WINDOW_PAGE_TOKENS)) if p not in sequence.window]
         row = int(sequence.state_row < 0)
         if blocks or window or row:
-            needed = {PoolKind.HISTORY: blocks, PoolKind.WINDOW: len(window), PoolKind.STATE: row}
+            needed = {HISTORY: blocks, WINDOW: len(window), STATE: row}
             short = {kind: max(0, num - sequence.credits[kind]) for kind, num in needed.items()}
             self._promise(short)
             for kind, num in short.items():
@@ -289,7 +263,7 @@ class CacheManager:
         return sequence.pages()
 
     def trim_window(self, key: int, length: int) -> None:
-        """Free the window pages that no query at or after position `length` can see; their credits stay for growth."""
+        """Let go of the window pages that no query at or after position `length` can see; their credits stay."""
         sequence = self._sequences[key]
         assert not sequence.landing
         assert length <= sequence.length
@@ -299,7 +273,12 @@ class CacheManager:
         sequence.window_floor = floor
         gone = [number for number in sequence.window if number < floor]
         if gone:
-            self._give(PoolKind.WINDOW, [sequence.window.pop(number) for number in gone], sequence.state)
+            own = [number for number in gone if number not in sequence.shared_window]
+            self._unpin_window(sequence.window[number] for number in gone if number in sequence.shared_window)
+            self._give(WINDOW, [sequence.window[number] for number in own], sequence.state)
+            sequence.shared_window.difference_update(gone)
+            for number in gone:
+                del sequence.window[number]
             sequence.snapshot = None
             self._settle_window(sequence)
 
@@ -309,7 +288,7 @@ class CacheManager:
         assert not sequence.landing
         if chunk_tokens == 0:
             sequence.window_quota = 0
-            for kind in (PoolKind.HISTORY, PoolKind.STATE):
+            for kind in (HISTORY, STATE):
                 self._pools[kind].forgo(sequence.credits[kind])
                 sequence.credits[kind] = 0
         else:
@@ -317,12 +296,72 @@ class CacheManager:
         self._settle_window(sequence)
 
     def release(self, key: int) -> None:
-        """Everything of a sequence goes back. Nobody reads or writes its pages any more."""
+        """Everything of a sequence goes back. Nobody reads or writes its pages any more; what it published stays."""
         assert key in self._sequences, f"sequence {key} is not here, or was released before"
         sequence = self._sequences.pop(key)
         for kind, pool in self._pools.items():
             self._give(kind, sequence.owned(kind), sequence.state)
             pool.forgo(sequence.credits.get(kind, 0))
+        self._unpin_window(sequence.pinned(WINDOW))
+        self._index.unpin(sequence.pinned(HISTORY))
+
+    # ---- the prefix cache ----
+
+    def publish(self, key: int, hashes: Sequence[BlockHash]) -> SequencePages:
+        """Every position of these leading blocks is final in its pages, on the device too: others may read them.
+
+        Args:
+            hashes: of the sequence's blocks from the first on; those published before are passed over.
+        Returns:
+            its pages, which may be others than before: where an equal block was here first, that one is read.
+        """
+        sequence = self._sequences[key]
+        assert not sequence.landing
+        if sequence.root is None or len(hashes) <= len(sequence.hashes):
+            return sequence.pages()
+        for at in range(len(sequence.hashes), len(hashes)):
+            parent = hashes[at - 1] if at else sequence.root
+            sequence.history[at] = self._index.publish(hashes[at], parent, sequence.history[at])
+            sequence.hashes.append(hashes[at])
+        sequence.snapshot = None
+        return sequence.pages()
+
+    def check_point(self, key: int, border: int, *, evict: bool) -> int:
+        """Keep the border that a sequence stands at, with all blocks before it published.
+
+        Args:
+            evict: give up the oldest check-point if there is no room; else do without.
+        Returns:
+            snapshot row that is to be filled at once; -1: kept already, or no room.
+        """
+        sequence = self._sequences[key]
+        num = border // BLOCK_TOKENS
+        assert border == num * BLOCK_TOKENS > 0
+        if num > len(sequence.hashes) or border < sequence.exact_from:
+            return -1
+        block = sequence.hashes[num - 1]
+        if not self._index.can_check_point(block, evict=evict):
+            return -1
+        numbers = live_window(border)
+        for number in numbers:
+            if number not in sequence.shared_window:
+                self._pools[WINDOW].share(sequence.window[number])
+                sequence.shared_window.add(number)
+        first, second = (sequence.window[number] for number in numbers)
+        return self._index.add_check_point(block, (first, second))
+
+    def has_room_for_check_point(self) -> bool:
+        """Whether one more would cost nobody anything: a row is free, and half of the window pages are."""
+        window = self._pools[WINDOW].counts()
+        return self._pools[SNAPSHOT].counts().free > 0 and 2 * (window.free - window.reserved) >= window.total
+
+    def drop_check_point(self, block: BlockHash) -> None:
+        """A border that is of no more use than others."""
+        self._index.drop_check_point(block)
+
+    def drain_events(self) -> tuple[KvEvent, ...]:
+        """What may be hit has changed so since the last call."""
+        return self._index.drain_events()
 
     # ---- questions ----
 
@@ -335,6 +374,11 @@ class CacheManager:
     def counts(self) -> dict[PoolKind, PoolCounts]:
         return {kind: pool.counts() for kind, pool in self._pools.items()}
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Published blocks, read by somebody or not."""
+        return len(self._index)
+
     def check(self) -> list[str]:
         """`audit` of the counts alone, for after each step: its time grows with the sequences, not with the pools."""
         sequences = self._sequences.values()
@@ -343,6 +387,8 @@ class CacheManager:
             for kind, pool in self._pools.items()
             for line in pool.check(
                 sum(len(sequence.owned(kind)) for sequence in sequences),
+                sum(len(sequence.pinned(kind)) for sequence in sequences),
+                self._index.num_indexed(kind),
                 sum(sequence.credits.get(kind, 0) for sequence in sequences),
             )
         ]
@@ -353,52 +399,82 @@ class CacheManager:
         sequences = self._sequences.values()
         for kind, pool in self._pools.items():
             owned = [page for sequence in sequences for page in sequence.owned(kind)]
-            wrong += pool.audit(owned, sum(sequence.credits.get(kind, 0) for sequence in sequences))
+            pins = [page for sequence in sequences for page in sequence.pinned(kind)]
+            reserved = sum(sequence.credits.get(kind, 0) for sequence in sequences)
+            wrong += pool.audit(owned, pins, self._index.indexed(kind), reserved)
         for key, sequence in self._sequences.items():
             for kind, pool in self._pools.items():
                 state = sequence.state
                 if any(pool.state(page) is not state for page in sequence.owned(kind)):
                     wrong.append(f"{kind.value}: sequence {key} has a page that is not {state.name}")
-        return wrong
+            if self._index.match(sequence.hashes) != len(sequence.hashes):
+                wrong.append(f"prefix: sequence {key} reads a block that the index has lost")
+        return wrong + self._index.audit()
 
     # ---- within ----
 
-    def _open(self, key: int, needed: dict[PoolKind, int]) -> _Sequence:
+    def _look_up(self, hashes: Sequence[BlockHash]) -> tuple[int, int, int]:
+        """Leading blocks that are here; of them those up to the last check-point; where computing has to begin."""
+        num = self._index.match(hashes)
+        border = self._index.last_border(hashes[:num])
+        return num, border, max(border * BLOCK_TOKENS, num * BLOCK_TOKENS - self._replay_tokens, 0)
+
+    def _open(
+        self,
+        key: int,
+        needed: dict[PoolKind, int],
+        hashes: Sequence[BlockHash],
+        window: Sequence[int],
+        root: BlockHash | None,
+    ) -> _Sequence:
+        """Promise what is needed and pin the blocks; the window pages' pins are counted, and left to the caller."""
         assert key not in self._sequences, f"sequence {key} is here already"
-        self._promise(needed)
-        sequence = self._sequences[key] = _Sequence(needed, window_quota=needed[PoolKind.WINDOW])
+        pins = {HISTORY: self._index.pages(hashes), WINDOW: window}
+        costs = {kind: sum(map(self._pools[kind].pin_cost, pages)) for kind, pages in pins.items()}
+        self._promise(needed, costs)
+        sequence = self._sequences[key] = _Sequence(dict(needed), window_quota=needed[WINDOW], root=root)
+        sequence.history += self._index.pin(hashes)
+        sequence.hashes += hashes
         return sequence
 
-    def _promise(self, needed: Mapping[PoolKind, int]) -> None:
+    def _promise(self, needed: Mapping[PoolKind, int], beside: Mapping[PoolKind, int] | None = None) -> None:
+        """All or none; `beside` is taken from the same pools at once."""
         for kind, num in needed.items():
-            pool = self._pools[kind]
-            if num > pool.available:
-                raise NoFreePages(f"{num} {kind.value} pages wanted, {pool.available} of {pool.num_pages} unpromised")
+            pool, wanted = self._pools[kind], num + (beside or {}).get(kind, 0)
+            if wanted > pool.available:
+                raise NoFreePages(
+                    f"{wanted} {kind.value} pages wanted, {pool.available} of {pool.num_pages} unpromised"
+                )
         for kind, num in needed.items():
             self._pools[kind].promise(num)
 
-    def _take(self, sequence: _Sequence, blocks: int, window: Sequence[int], state: PageState) -> None:
-        sequence.history += self._pools[PoolKind.HISTORY].take(blocks, state)
-        sequence.window.update(zip(window, self._pools[PoolKind.WINDOW].take(len(window), state), strict=True))
-        sequence.credits[PoolKind.HISTORY] -= blocks
-        sequence.credits[PoolKind.WINDOW] -= len(window)
+    def _take(self, sequence: _Sequence, blocks: int, window: Iterable[int], state: PageState) -> None:
+        numbers = list(window)
+        sequence.history += self._pools[HISTORY].take(blocks, state)
+        sequence.window.update(zip(numbers, self._pools[WINDOW].take(len(numbers), state), strict=True))
+        sequence.credits[HISTORY] -= blocks
+        sequence.credits[WINDOW] -= len(numbers)
         if sequence.state_row < 0:
-            (sequence.state_row,) = self._pools[PoolKind.STATE].take(1, state)
-            sequence.credits[PoolKind.STATE] -= 1
+            (sequence.state_row,) = self._pools[STATE].take(1, state)
+            sequence.credits[STATE] -= 1
         sequence.snapshot = None
 
     def _give(self, kind: PoolKind, pages: list[int], state: PageState) -> None:
         if pages:
             self._pools[kind].free(pages, state)
-            if self._on_free is not None:
-                self._on_free(kind, pages)
+            self._on_free(kind, pages)
+
+    def _unpin_window(self, pages: Iterable[int]) -> None:
+        for page in list(pages):
+            if self._pools[WINDOW].unpin(page) is PageState.FREE:
+                self._on_free(WINDOW, (page,))
 
     def _settle_window(self, sequence: _Sequence) -> None:
-        """Make the window credits what the quota leaves beside the pages owned."""
+        """Make the window credits what the quota leaves beside the pages read."""
         wanted = max(0, sequence.window_quota - len(sequence.window))
-        pool, have = self._pools[PoolKind.WINDOW], sequence.credits[PoolKind.WINDOW]
+        pool, have = self._pools[WINDOW], sequence.credits[WINDOW]
         if wanted > have:
             pool.promise(wanted - have)
         else:
             pool.forgo(have - wanted)
-        sequence.credits[PoolKind.WINDOW] = wanted
+        sequence.credits[WINDOW] = wanted

@@ -59,17 +59,30 @@ PAGE_BYTES = {PoolKind.HISTORY: 40_000, PoolKind.WINDOW: 180_000, PoolKind.STATE
 def test_pools_serve_every_sequence_and_history_takes_the_rest():
     """A chunk of 256 and the window before it touch 6 pages; 2 more for borders and the step planned ahead."""
     sized = size_pools(
-        CacheSection(memory_bytes=100 << 20), PAGE_BYTES,
+        CacheSection(memory_bytes=100 << 20, prefix_caching=False), PAGE_BYTES,
         max_num_seqs=8, max_num_batched_tokens=256, max_model_len=1 << 20,
     )  # fmt: skip
     assert (sized.window_pages, sized.state_rows, sized.snapshot_rows) == (8 * 8, 8, 0)
     assert sized.history_pages == ((100 << 20) - 64 * 180_000 - 8 * 900_000) // 40_000
 
 
+def test_check_points_have_their_part(caplog):
+    """An eighth of the memory at most, two window pages with each row; the sizes are said."""
+    caplog.set_level("INFO", logger="headrace.config.resolve")
+    sized = size_pools(
+        CacheSection(memory_bytes=100 << 20), PAGE_BYTES,
+        max_num_seqs=8, max_num_batched_tokens=256, max_model_len=1 << 20,
+    )  # fmt: skip
+    assert sized.snapshot_rows == (100 << 20) // 8 // (90_000 + 2 * 180_000)
+    assert sized.window_pages == 8 * 8 + 2 * sized.snapshot_rows
+    (line,) = caplog.messages
+    assert f"snapshot={sized.snapshot_rows} " in line
+
+
 def test_window_shrinks_before_it_takes_more_than_half():
     """Large pages or long chunks leave room for history; every sequence can still decode."""
     sized = size_pools(
-        CacheSection(memory_bytes=400 << 20), PAGE_BYTES,
+        CacheSection(memory_bytes=400 << 20, prefix_caching=False), PAGE_BYTES,
         max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=1 << 20,
     )  # fmt: skip
     assert 63 * 4 + 36 <= sized.window_pages < 64 * 36
@@ -78,10 +91,9 @@ def test_window_shrinks_before_it_takes_more_than_half():
 
 
 def test_history_is_no_larger_than_all_sequences_need():
-    """A small model does not take memory that nothing could fill."""
-    sized = size_pools(
-        CacheSection(memory_bytes=1 << 40), PAGE_BYTES, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=300
-    )
+    """A small model does not take memory that nothing could fill, if nothing outlives its sequence."""
+    cache = CacheSection(memory_bytes=1 << 40, prefix_caching=False)
+    sized = size_pools(cache, PAGE_BYTES, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=300)
     assert sized.history_pages == 4
 
 
@@ -117,6 +129,7 @@ def test_pools_never_exceed_the_memory(memory: int, seqs: int, chunk: int, lengt
         sized.history_pages * PAGE_BYTES[PoolKind.HISTORY]
         + sized.window_pages * PAGE_BYTES[PoolKind.WINDOW]
         + sized.state_rows * PAGE_BYTES[PoolKind.STATE]
+        + sized.snapshot_rows * PAGE_BYTES[PoolKind.SNAPSHOT]
     )
     assert sized.history_pages >= 1
     assert total <= memory

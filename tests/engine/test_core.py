@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 import torch
 from oracle.builder import Variant, random_weights
-from support.views import NUM_PAGES, NUM_ROWS, NUM_WINDOW_PAGES, make_views
+from support.views import NUM_PAGES, NUM_ROWS, NUM_WINDOW_PAGES
 
 from headrace.config.tree import EngineSection
 from headrace.core.clock import ManualClock
@@ -16,8 +16,12 @@ from headrace.core.errors import PromptTooLong
 from headrace.core.pools import PoolKind
 from headrace.core.sampling import FinishReason, SamplingParams
 from headrace.engine import api
+from headrace.engine.build import layer_views
 from headrace.engine.core import Engine
 from headrace.kvcache.allocator import CacheManager
+from headrace.kvcache.layout import CacheLayout, CacheShape
+from headrace.kvcache.pools import CachePools
+from headrace.kvcache.snapshots import CheckPointCopier
 from headrace.model.config import ModelConfig
 from headrace.model.transformer import Transformer
 
@@ -30,11 +34,13 @@ class Bench:
 
     def __init__(self, model: Transformer, **section: int) -> None:
         pages = {PoolKind.HISTORY: NUM_PAGES, PoolKind.WINDOW: NUM_WINDOW_PAGES, PoolKind.STATE: NUM_ROWS}
+        layout = CacheLayout(CacheShape(RATIOS), "fp8")
+        pools = CachePools(layout, pages)
         self.manager = CacheManager(pages)
         self.events: list[api.Event] = []
         self.engine = Engine(
-            model, make_views(RATIOS, "fp8"), self.manager, EngineSection(**section), ManualClock(),
-            self.events.extend, lambda error: None, 2048,
+            model, layer_views(layout, pools), self.manager, CheckPointCopier(layout, pools), EngineSection(**section),
+            ManualClock(), self.events.extend, lambda error: None, 2048, None,
         )  # fmt: skip
 
     def run(self, *requests: api.EngineRequest, turns: int = 400) -> None:

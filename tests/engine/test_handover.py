@@ -22,6 +22,7 @@ from headrace.kvcache.allocator import CacheManager
 from headrace.kvcache.layout import CacheLayout, CacheShape
 from headrace.kvcache.pools import CachePools
 from headrace.kvcache.segments import CacheGeometry, CacheMover
+from headrace.kvcache.snapshots import CheckPointCopier
 from headrace.model.config import ModelConfig
 from headrace.model.transformer import Transformer
 
@@ -40,8 +41,9 @@ class Side:
         self.mover = CacheMover(self.layout, self.pools)
         self.events: list[api.Event] = []
         self.engine = Engine(
-            model, layer_views(self.layout, self.pools), self.manager, EngineSection(max_num_batched_tokens=budget),
-            ManualClock(), self.events.extend, lambda error: None, 4096,
+            model, layer_views(self.layout, self.pools), self.manager, CheckPointCopier(self.layout, self.pools),
+            EngineSection(max_num_batched_tokens=budget), ManualClock(), self.events.extend, lambda error: None, 4096,
+            None,
         )  # fmt: skip
 
     def turns(self, *commands: api.Command, num: int = 60) -> None:

@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.core.errors import NoFreePages
 from headrace.core.pools import PoolKind
-from headrace.kvcache.allocator import CacheManager, PagePool, PageState, history_pages, window_pages
+from headrace.kvcache.allocator import CacheManager, history_pages, window_pages
 from headrace.kvcache.layout import live_window
+from headrace.kvcache.pages import PagePool, PageState
 
 HISTORY, WINDOW, STATE = PoolKind.HISTORY, PoolKind.WINDOW, PoolKind.STATE
 
@@ -117,7 +118,7 @@ def test_growth_past_the_promise_takes_what_is_free_or_nothing():
 def test_a_landing_sequence_has_all_its_pages_at_once():
     """Whole history, the window alive at its end, a row; LANDING until it is admitted."""
     manager = make_manager()
-    pages = manager.reserve_landing(1, 600, reserve_tokens=512)
+    pages, _ = manager.reserve_landing(1, 600, reserve_tokens=512)
     assert len(pages.history) == 3
     assert sorted(pages.window_pages) == list(range(473 // 64, 10))
     assert books(manager)[HISTORY] == (13, 0, 3, 2)
@@ -280,7 +281,7 @@ class CacheMachine(RuleBasedStateMachine):
     def land(self, prompt, reserve):
         before, self.next_key = books(self.manager), self.next_key + 1
         try:
-            pages = self.manager.reserve_landing(self.next_key, prompt, reserve_tokens=reserve)
+            pages, _ = self.manager.reserve_landing(self.next_key, prompt, reserve_tokens=reserve)
         except NoFreePages:
             assert books(self.manager) == before
             return

@@ -21,7 +21,7 @@ from headrace.core.errors import ConfigError, LayoutError
 from headrace.core.sampling import FinishReason, SamplingParams
 from headrace.decode.legs import LEGS
 from headrace.engine import api as engine
-from headrace.kvcache.allocator import PoolCounts
+from headrace.kvcache.pages import PoolCounts
 from headrace.kvcache.sequence import SequencePages
 from headrace.proto.engine_convert import PROTOCOL, sampling_to_message
 from headrace.proto.internal.v1 import engine_pb2 as pb

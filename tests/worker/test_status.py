@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.core.clock import ManualClock
 from headrace.core.errors import ConfigError, Draining, TransferFailed
 from headrace.engine.api import EngineLoad, LegKind
-from headrace.kvcache.allocator import PoolCounts
+from headrace.kvcache.pages import PoolCounts
 from headrace.transfer.api import LinkCount, LinkDirection, LinkPhase, TransferCounts, TransferStats
 from headrace.worker.leg import Failed, Finished, SaidReserved, SaidStarted, SaidToken, SaidTransferred
 from headrace.worker.lifecycle import ProgressWatch, WorkerState
@@ -194,7 +194,8 @@ def test_state_tells_pools_transfers_and_links(status: Status) -> None:
     """One JSON document for who debugs."""
     document = json.loads(status.get("/state")[1])
     assert document["worker_id"] == "decode-0"
-    assert document["pools"]["history"] == {"total": 10, "free": 4, "active": 5, "landing": 1, "reserved": 2}
+    history = {"total": 10, "free": 4, "active": 5, "landing": 1, "reserved": 2, "cached": 0, "pinned": 0}
+    assert document["pools"]["history"] == history
     assert document["transfers"]["pulls"] == {"taking": 2}
     assert document["links"][0]["transport"] == "nixl/UCX tcp"
     assert document["transfers"]["audit"] == []
