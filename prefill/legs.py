@@ -139,6 +139,8 @@ class PrefillLeg:
         """CLOSING: when the alarm is due."""
         self._in_engine = True
         self._cached_tokens = 0
+        self._held = engine.Reserved(key, 0, SequencePages())
+        """What the engine had already when it took credits."""
         self._first: engine.TokenSampled | None = None
         self._done: Finished | None = None
 
@@ -171,13 +173,21 @@ class PrefillLeg:
             return self._closing(event, kind)
         match event:
             case engine.Reserved() | transfer.Wanted():
+                if isinstance(event, engine.Reserved):
+                    self._held = event
                 return [ToEngine(engine.Start(self._key))] if self.phase is P.COMPUTING else []
             case engine.Started(_, cached_tokens):
                 self._cached_tokens = cached_tokens
                 return [
                     Say(SaidStarted(cached_tokens, now_s - self._begun_s)),
+                    # What the taker lacks of the blocks that are here flows while the rest is computed.
                     ToTransfer(
-                        transfer.BlocksFinal(transfer_id=self._transfer_id, num_blocks=0, pages=SequencePages())
+                        transfer.BlocksFinal(
+                            transfer_id=self._transfer_id,
+                            num_blocks=self._held.held_tokens // BLOCK_TOKENS,
+                            pages=self._held.pages,
+                            computed_tokens=cached_tokens,
+                        )
                     ),
                 ]
             case engine.ChunkDone(_, computed, pages):

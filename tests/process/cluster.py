@@ -183,7 +183,7 @@ def unclean(state: Mapping[str, Any]) -> list[str]:
         if engine.get(key, 0):
             faults.append(f"engine.{key} {engine[key]}")
     for pool, sizes in state.get("pools", {}).items():
-        if sizes["free"] != sizes["total"] or sizes["reserved"]:
+        if sizes["free"] + sizes["cached"] != sizes["total"] or sizes["reserved"]:
             faults.append(f"pool {pool} {json.dumps(sizes)}")
     transfers = state.get("transfers", {})
     for kind in ("send_buffers", "landing_buffers"):

@@ -377,3 +377,26 @@ def test_a_full_desk_refuses(make_desk: Any, make_order: Any) -> None:
     rig.desk.submit(rig.ear, 1, make_order(LegKind.LOCAL), 0.0)
     rig.desk.submit(rig.ear, 2, make_order(LegKind.LOCAL), 0.0)
     assert [word.error.reason for word in rig.ear.words[2]] == ["queue_full"]
+
+
+def test_blocks_that_are_here_are_offered_before_anything_is_computed(walk: Callable[..., Walk]) -> None:
+    """The holder's hit: its pages go to the transfer thread with the first chunk's scheduling, not after it."""
+    leg = walk(LegKind.PREFILL)
+    leg.engine(engine.Reserved(leg.key, 512, PAGES))
+    leg.transfer(transfer.Wanted(leg.order.transfer_id, 1))
+    leg.rig.took()
+    leg.engine(engine.Started(leg.key, 256))
+    _, (told,) = leg.rig.took()
+    assert (told.num_blocks, told.pages, told.computed_tokens) == (2, PAGES, 256)
+    leg.engine(engine.TokenSampled(leg.key, 0, 11, None), done(leg.key))
+    assert leg.rig.took()[1][-1].cached == 256
+
+
+def test_a_taker_pulls_only_what_it_lacks(walk: Callable[..., Walk]) -> None:
+    """The decode side's hit: the blocks it holds are named in the pull."""
+    leg = walk(LegKind.GENERATE)
+    leg.rig.took()
+    leg.engine(engine.Reserved(leg.key, 512, PAGES))
+    assert leg.words[-1].held_tokens == 512
+    (pull,) = (c for c in leg.rig.took()[1] if isinstance(c, transfer.OpenPull))
+    assert pull.held_blocks == 2

@@ -222,7 +222,8 @@ class Pair:
 def faults(worker: WorkerProcess) -> list[str]:
     """What is not as an idle worker's should be."""
     _, state = worker.get("/state")
-    found = [f"{kind}: {pool}" for kind, pool in state["pools"].items() if pool["free"] != pool["total"]]
+    pools = state["pools"].items()
+    found = [f"{kind}: {pool}" for kind, pool in pools if pool["free"] + pool["cached"] != pool["total"]]
     if state["legs"] or state["engine"]["audit_mismatches"] or state["transfers"]["audit"]:
         found.append(str(state))
     found += [f"{side}: {counts}" for side, counts in state["transfers"].items() if side in ("subscriptions", "pulls")
