@@ -21,8 +21,10 @@ from ..core.sampling import SamplingParams
 from ..proto.engine_convert import error_code
 from ..proto.internal.v1 import engine_pb2 as pb
 from . import journey as j
+from .block_chains import BlockChains
 from .metrics import RouterMetrics
-from .placement import Description, Load, PairPlan, Placement, Plan
+from .placement import Decision, Description, Load, PairPlan, Placement, Want
+from .prefix_index import IndexState, PrefixIndex
 from .session import SessionTimes, WorkerSession, submit_message
 
 log = logging.getLogger("headrace.router.dispatch")
@@ -72,10 +74,14 @@ class Sequence:
     inbox: Inbox
     request_id: str
     cache_salt: str
+    chains: BlockChains
+    """Of the prompt, and of what was generated before the stream was resumed."""
     priority: int
     traceparent: str
     arrived_s: float
     order: int
+    decision: Decision | None = None
+    """The last one."""
     is_waiting: bool = False
     timer: asyncio.TimerHandle | None = None
     armed_s: float = 0.0
@@ -92,6 +98,10 @@ class _OpenLeg:
     kind: j.LegKind
     queued_tokens: int
     """Prompt tokens counted at the worker until its first word of them."""
+    hit_tokens: int | None = None
+    """Expected by the placement; None if nothing is computed."""
+    is_computed: bool = False
+    """The prompt's blocks came to be there, whatever happens later."""
 
 
 class Dispatcher:
@@ -106,7 +116,7 @@ class Dispatcher:
         times: SessionTimes | None = None,
         seed: int | None = None,
     ) -> None:
-        self.placement = Placement(seed)
+        self.placement = Placement(seed, local_prefill_tokens=section.local_prefill_tokens)
         self.metrics = metrics
         self._section = section
         self._clock = clock
@@ -121,6 +131,7 @@ class Dispatcher:
                 router_id=f"router-{incarnation:016x}",
                 router_incarnation=incarnation,
                 times=times or SessionTimes(),
+                clock=clock,
                 seed=seed,
             )
             for address in section.workers
@@ -203,6 +214,7 @@ class Dispatcher:
         arrived_s: float,
         request_id: str,
         cache_salt: str = "",
+        chains: BlockChains | None = None,
         priority: int = 0,
         traceparent: str = "",
     ) -> Sequence:
@@ -220,6 +232,7 @@ class Dispatcher:
             inbox=inbox,
             request_id=request_id,
             cache_salt=cache_salt,
+            chains=chains if chains is not None else BlockChains(cache_salt),
             priority=priority,
             traceparent=traceparent,
             arrived_s=arrived_s,
@@ -244,9 +257,10 @@ class Dispatcher:
 
     # ---- from sessions ----
 
-    def worker_up(self, description: Description) -> None:
-        self.placement.up(description)
+    def worker_up(self, description: Description) -> PrefixIndex:
+        index = self.placement.up(description)
         self._pump()
+        return index
 
     def worker_down(self, address: str, error: HeadraceError) -> None:
         self.placement.down(address)
@@ -258,7 +272,7 @@ class Dispatcher:
         self._pump()
 
     def worker_load(self, address: str, load: Load) -> None:
-        self.placement.report(address, load)
+        self.placement.report(address, load, self._clock.now_s())
         self._pump()
 
     def worker_said(self, address: str, reports: list[tuple[int, j.LegReport]]) -> None:
@@ -267,8 +281,7 @@ class Dispatcher:
             if leg is None or leg.address != address:
                 self.metrics.stale.inc(len(report.tokens))
                 continue
-            if report.tokens:
-                self._computed(leg)
+            self._learn(leg, report)
             if report.reserved_tokens is not None or report.tokens:
                 self.placement.accepted(address)
             if report.failed is not None:
@@ -311,6 +324,9 @@ class Dispatcher:
 
     def _enqueue(self, sequence: Sequence, action: j.Place) -> None:
         self._set_waiting(sequence, True)
+        journey = sequence.journey
+        if journey.emitted:
+            sequence.chains = sequence.chains.extended((*journey.prompt, *journey.emitted))
         heapq.heappush(self._queue, (sequence.priority, sequence.order, sequence, action.avoid))
         # Not from here: the journey may have more to say in this very step.
         asyncio.get_running_loop().call_soon(self._pump)
@@ -321,16 +337,19 @@ class Dispatcher:
             _, _, sequence, avoid = self._queue[0]
             if sequence.is_waiting:
                 now_s = self._clock.now_s()
-                plan = self.placement.pick(avoid, now_s)
-                if plan is None:
+                journey = sequence.journey
+                want = Want(num_tokens=len(journey.prompt) + len(journey.emitted), chains=sequence.chains, avoid=avoid)
+                decision = self.placement.decide(want, now_s)
+                if decision is None:
                     self._pump_later(now_s)
                     return
             heapq.heappop(self._queue)
             if sequence.is_waiting:
-                assert plan is not None
+                assert decision is not None
                 self._set_waiting(sequence, False)
-                self._count_decision(sequence, plan)
-                self._handle(sequence, j.Placed(plan))
+                sequence.decision = decision
+                self._count_decision(sequence, decision)
+                self._handle(sequence, j.Placed(decision.plan))
 
     def _pump_later(self, now_s: float) -> None:
         """A pause after a refusal ends by itself; all else that makes room is heard."""
@@ -347,9 +366,20 @@ class Dispatcher:
 
     def _open(self, sequence: Sequence, action: j.OpenLeg) -> None:
         address = action.worker.address
-        computes = 0 if action.kind is j.LegKind.GENERATE else len(action.prompt)
-        self._legs[action.leg] = _OpenLeg(sequence, address, action.kind, computes)
-        self.placement.opened(address, computes)
+        decision = sequence.decision
+        assert decision is not None
+        leg = _OpenLeg(sequence, address, action.kind, 0)
+        if action.kind is not j.LegKind.GENERATE:
+            leg.queued_tokens, leg.hit_tokens = decision.computed_tokens, decision.hit_tokens
+        self._legs[action.leg] = leg
+        self.placement.opened(address, leg.queued_tokens)
+        self.placement.predict(
+            address,
+            action.leg,
+            sequence.chains,
+            computes=action.kind is not j.LegKind.GENERATE,
+            now_s=self._clock.now_s(),
+        )
         submit = submit_message(
             action,
             request_id=sequence.request_id,
@@ -383,6 +413,26 @@ class Dispatcher:
         if leg is not None:
             self._computed(leg)
             self.placement.closed(leg.address)
+            self.placement.settle(leg.address, number, went_well=leg.is_computed)
+
+    def _learn(self, leg: _OpenLeg, report: j.LegReport) -> None:
+        """What a report says of the worker, whoever hears of the leg."""
+        if report.tokens:
+            self._computed(leg)
+        if report.started is not None and leg.hit_tokens is not None:
+            actual = report.started[0]
+            self.metrics.hit_error.observe(leg.hit_tokens - actual)
+            self.metrics.hit_tokens.labels("predicted").inc(leg.hit_tokens)
+            self.metrics.hit_tokens.labels("actual").inc(actual)
+            if leg.hit_tokens > actual:
+                log.debug(
+                    "event=hit_missed worker=%s request_id=%s predicted=%d actual=%d",
+                    leg.address, leg.sequence.request_id, leg.hit_tokens, actual,
+                )  # fmt: skip
+        if report.transferred is not None or (report.tokens and leg.kind is not j.LegKind.GENERATE):
+            leg.is_computed = True
+        if report.finished is not None:
+            self.placement.prefilled(leg.address, report.finished.prefill_s, report.finished.computed_tokens)
 
     def _computed(self, leg: _OpenLeg) -> None:
         if leg.queued_tokens:
@@ -466,10 +516,20 @@ class Dispatcher:
         self.metrics.workers.clear()
         for worker in self.placement.workers:
             self.metrics.workers.labels(worker.description.role.value, worker.state).inc()
+        indexes = [worker.index for worker in self.placement.workers]
+        for state in IndexState:
+            self.metrics.index_state.labels(state.value).set(sum(index.state is state for index in indexes))
+        self.metrics.index_blocks.labels("confirmed").set(sum(index.num_blocks for index in indexes))
+        self.metrics.index_blocks.labels("predicted").set(sum(index.num_predicted for index in indexes))
 
-    def _count_decision(self, sequence: Sequence, plan: Plan) -> None:
-        reason = "first" if sequence.journey.attempt == 0 else "again"
-        self.metrics.decisions.labels(reason, "pair" if isinstance(plan, PairPlan) else "local").inc()
+    def _count_decision(self, sequence: Sequence, decision: Decision) -> None:
+        path = "pair" if isinstance(decision.plan, PairPlan) else "local"
+        self.metrics.decisions.labels(decision.reason.value, decision.state.value, path).inc()
+        log.debug(
+            "event=placed request_id=%s choice=%d attempt=%d path=%s reason=%s index=%s hit=%d compute=%d plan=%s",
+            sequence.request_id, sequence.index, sequence.journey.attempt, path, decision.reason.value,
+            decision.state.value, decision.hit_tokens, decision.computed_tokens, decision.plan.workers,
+        )  # fmt: skip
 
     def _count_transfer(self, transferred: j.Transferred) -> None:
         transport = transferred.transport

@@ -10,6 +10,7 @@ from ..core.clock import Clock
 from ..core.errors import HeadraceError
 from ..core.sampling import TokenLogprobs
 from .answer import ChoiceAnswer, Delta
+from .block_chains import BlockChains, hash_prompt, is_short
 from .dispatch import Dispatcher, Inbox, Output, Sequence
 from .journey import End, JourneyStats, OutToken
 from .request import Bounds, Draft, Request, settle
@@ -71,13 +72,28 @@ class Edge:
         """
         request = await settle(draft, self.model, self.bounds(), self.pool)
         self.dispatcher.check_capacity(request.num_choices)
-        return Generation(request, self, arrived_s)
+        chains = await self._hash(request)
+        return Generation(request, self, arrived_s, chains)
+
+    async def _hash(self, request: Request) -> list[BlockChains]:
+        """The block chains of each prompt, once; off the event loop unless they are short."""
+        fingerprints = self.dispatcher.placement.fingerprints
+
+        def work() -> list[BlockChains]:
+            return [hash_prompt(prompt.ids, fingerprints, request.cache_salt) for prompt in request.prompts]
+
+        num_tokens = sum(len(prompt.ids) for prompt in request.prompts)
+        return work() if is_short(num_tokens, len(fingerprints)) else await self.pool.run(work)
 
 
 class Generation:
     """A request in flight. Leaving its context cancels what still runs."""
 
-    def __init__(self, request: Request, edge: Edge, arrived_s: float) -> None:
+    def __init__(self, request: Request, edge: Edge, arrived_s: float, chains: list[BlockChains]) -> None:
+        """
+        Args:
+            chains: of each prompt.
+        """
         self.request = request
         self.answers = [ChoiceAnswer(request, edge.model, choice) for choice in range(request.num_choices)]
         self.prompt_logprobs: list[dict[int, tuple[int, TokenLogprobs]]] = [{} for _ in request.prompts]
@@ -96,6 +112,7 @@ class Generation:
                 arrived_s=arrived_s,
                 request_id=request.request_id,
                 cache_salt=request.cache_salt,
+                chains=chains[choice // request.n],
                 priority=request.priority,
                 traceparent=request.traceparent,
             )
@@ -128,11 +145,14 @@ class Generation:
         return Usage(
             prompt_tokens=sum(len(prompt.ids) for prompt in request.prompts),
             completion_tokens=sum(answer.num_tokens for answer in self.answers),
-            cached_tokens=sum(
-                self.sequences[index * request.n].journey.stats.cached_tokens for index in range(len(request.prompts))
-            ),
+            cached_tokens=sum(self._cached_tokens(prompt) for prompt in range(len(request.prompts))),
             reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),
         )
+
+    def _cached_tokens(self, prompt: int) -> int:
+        """What no choice had to compute: one of them may have found what another has just computed."""
+        n = self.request.n
+        return min(sequence.journey.stats.cached_tokens for sequence in self.sequences[prompt * n : (prompt + 1) * n])
 
     async def updates(self, idle_s: float) -> AsyncIterator[list[Update]]:
         """What is new, step by step, until every choice is complete; an empty list after `idle_s` of silence.

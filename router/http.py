@@ -326,6 +326,12 @@ class HttpSurface:
                     "kv_dtype": worker.description.kv_dtype,
                     "version": worker.description.version,
                     "own_legs": worker.own_legs,
+                    "index": {
+                        "state": worker.index.state.value,
+                        "seq": worker.index.seq,
+                        "blocks": worker.index.num_blocks,
+                        "predicted": worker.index.num_predicted,
+                    },
                     "load": {
                         **dataclasses.asdict(worker.load),
                         "pools": {kind: dataclasses.asdict(pool) for kind, pool in worker.load.pools},

@@ -468,7 +468,8 @@ class Journey:
             self._move(Move.RESERVED)
             self._set_due(now_s + self._limits.stall_s if self.state is State.STREAMING else self._deadline_s)
         if report.started is not None and self._base == 0:
-            self.stats.cached_tokens, self.stats.worker_queue_s = report.started
+            cached_tokens, self.stats.worker_queue_s = report.started
+            self.stats.cached_tokens = min(cached_tokens, len(self.prompt))
         if report.scored and self._base == 0:
             self._actions.append(Score(report.scored))
         if report.tokens and not self._tokens(event.leg, leg, report.tokens, now_s):

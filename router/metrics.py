@@ -10,6 +10,7 @@ from prometheus_client.exposition import choose_encoder
 _SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0,
 )  # fmt: skip
+_HIT_ERRORS = (-65536, -8192, -1024, -256, -1, 0, 255, 1023, 8191, 65535)
 
 
 class RouterMetrics:
@@ -50,7 +51,18 @@ class RouterMetrics:
         self.migrations = counter("migrations", "Streams resumed on other workers", "reason")
         self.stale = counter("stale_tokens", "Tokens dropped as doubles or late")
         self.cancellations = counter("request_cancellations", "Sequences ended by their client", "phase")
-        self.decisions = counter("router_decisions", "Placements", "reason", "mode")
+        self.decisions = counter(
+            "router_decisions", "Placements by why, by how the index stood and by path", "reason", "mode", "path"
+        )
+        self.index_state = gauge("router_index_state", "Connected workers by the state of their index", "state")
+        self.index_blocks = gauge("router_index_blocks", "Entries of all indexes", "kind")
+        self.hit_tokens = counter("router_hit_tokens", "Prefix hits of prefills that began, in tokens", "kind")
+        self.hit_error = Histogram(
+            "headrace:router_predicted_vs_actual_hit_tokens",
+            "Predicted less actual hit of a prefill that began; above 0: the worker held less than was believed",
+            registry=self.registry,
+            buckets=_HIT_ERRORS,
+        )
         self.rejections = counter("admission_rejections", "Requests not taken", "reason")
 
     def render(self, accept: str) -> tuple[bytes, str]:

@@ -1,17 +1,23 @@
 """Who shall do a request: a pair of workers, or one that does both phases.
 
-Decides without I/O from what workers said last and what this router sent since: least queued prompt tokens for the
-prefill, fewest sequences for the decode, chance among equals. Knowledge may be stale; that costs time, never truth,
-since capacity is promised by the worker alone. The cost functions are the part that is meant to be replaced.
+One decision without I/O, from what workers said last and what this router sent since. Its cost is in tokens of prefill:
+those queued before the request, those that the worker would have to compute (all but the prefix that it holds), and, by
+the weights below, the blocks that must travel and the sequences that decode already. So a holder of the prefix is cheap
+until it is busy, and then the prefix spreads. Knowledge may be stale; that costs time, never truth, since capacity is
+promised by the worker alone.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TypeAlias
 
+from ..core.blocks import BLOCK_TOKENS
 from ..core.ids import Role
+from .block_chains import BlockChains
+from .prefix_index import IndexState, PrefixIndex
 
 REFUSAL_PAUSE_S = 0.05
 """A worker that refused for want of room is left alone this long, doubled with each refusal in a row."""
@@ -19,6 +25,17 @@ MAX_REFUSAL_PAUSE_S = 1.0
 
 DEFAULT_MAX_SEQS = 64
 """Sequences of a worker that did not say how many it takes."""
+
+SEQUENCE_TOKENS = 32
+"""What one more sequence in a decode batch costs all others, as tokens of prefill."""
+SHIP_TOKENS = 4
+"""What one block costs to ship: a 64th of computing it, the link of a slow machine."""
+PREFILL_LEG_TOKENS = 1
+"""A leg whose prompt is computed still occupies its worker a little; decides among idle ones."""
+PRIOR_S_PER_TOKEN = 1e-3
+"""How long a token of prefill takes until the worker has shown it."""
+CHECKPOINT_BORDERS = 2
+"""At how many last borders of a prompt its prefill leaves a check-point."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,11 @@ class PairPlan:
     prefill: WorkerRef
     decode: WorkerRef
 
+    @property
+    def workers(self) -> str:
+        """For the log."""
+        return f"{self.prefill.worker_id}+{self.decode.worker_id}"
+
 
 @dataclass(frozen=True)
 class LocalPlan:
@@ -50,8 +72,49 @@ class LocalPlan:
 
     worker: WorkerRef
 
+    @property
+    def workers(self) -> str:
+        """For the log."""
+        return self.worker.worker_id
+
 
 Plan: TypeAlias = PairPlan | LocalPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Want:
+    """What is to be placed."""
+
+    num_tokens: int = 0
+    chains: BlockChains = field(default_factory=BlockChains)
+    avoid: frozenset[tuple[str, int]] = frozenset()
+    """Lives of workers that are used only when nobody else could be."""
+
+
+class Reason(Enum):
+    """Why it was these workers."""
+
+    LOCAL = "local"
+    """The decode worker holds so much of the prompt that it computes the rest itself."""
+    HIT = "hit"
+    """The worker that computes holds a part of the prompt."""
+    SPREAD = "spread"
+    """Another holds a block or more beyond, but would have been dearer."""
+    LOAD = "load"
+    """Nobody is known to hold anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A plan and why."""
+
+    plan: Plan
+    reason: Reason
+    state: IndexState
+    """How the index of the worker that computes stood."""
+    hit_tokens: int
+    """Prompt tokens that this worker is expected not to compute."""
+    computed_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +130,8 @@ class Description:
     max_prompt_tokens: int
     vocab_size: int
     max_num_seqs: int
+    replay_tokens: int = 0
+    """At most so many positions before a border are computed again when it has no check-point."""
     device: str = ""
     kv_dtype: str = ""
     version: str = ""
@@ -79,6 +144,7 @@ class PoolLoad:
     active: int
     cached: int
     reserved: int
+    pinned: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +159,8 @@ class Load:
     landing_held: int = 0
     audit_mismatches: int = 0
     open_transfers: int = 0
+    kv_seq: int = 0
+    kv_blocks: int = 0
     pools: tuple[tuple[str, PoolLoad], ...] = ()
 
 
@@ -103,9 +171,12 @@ class Worker:
     description: Description
     state: str
     load: Load
+    index: PrefixIndex
     own_legs: int = 0
     own_queued_tokens: int = 0
-    """Prompt tokens sent to it by this router whose first token has not come."""
+    """Prompt tokens to be computed that this router sent, and whose first token has not come."""
+    s_per_token: float = PRIOR_S_PER_TOKEN
+    """Of prefill, as of late."""
     refusals: int = 0
     paused_until_s: float = 0.0
 
@@ -122,39 +193,69 @@ class Worker:
         return self.own_legs < (self.description.max_num_seqs or DEFAULT_MAX_SEQS)
 
     @property
-    def prefill_cost(self) -> tuple[float, float]:
-        return max(self.load.queued_tokens, self.own_queued_tokens), self.own_legs
+    def queued_tokens(self) -> int:
+        return max(self.load.queued_tokens, self.own_queued_tokens)
 
     @property
-    def decode_cost(self) -> tuple[float, float]:
-        return max(self.load.running + self.load.waiting, self.own_legs), self.own_queued_tokens
+    def decode_tokens(self) -> int:
+        """What decoding here costs, whoever decodes."""
+        return SEQUENCE_TOKENS * max(self.load.running + self.load.waiting, self.own_legs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one worker would have to do with a prompt."""
+
+    computed_tokens: int
+    """If it computes."""
+    lacking_blocks: int
+    """If it decodes only."""
+    state: IndexState
+
+    def cost_here(self, worker: Worker) -> int:
+        return worker.queued_tokens + self.computed_tokens
 
 
 class Placement:
     """The table of workers and the choice among them."""
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, *, local_prefill_tokens: int = 0) -> None:
+        """
+        Args:
+            local_prefill_tokens: a decode worker that holds a part of a prompt and would compute at most this much of
+                it may do so; 0: never.
+        """
         self._workers: dict[str, Worker] = {}
         self._random = random.Random(seed)
+        self._local_prefill_tokens = local_prefill_tokens
 
     @property
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
 
+    @property
+    def fingerprints(self) -> list[bytes]:
+        """Of the workers that are ready: which hash chains a prompt needs."""
+        return sorted({worker.description.fingerprint for worker in self._workers.values() if worker.is_ready})
+
     # ---- what is known ----
 
-    def up(self, description: Description) -> None:
-        """A session opened; what was known of an earlier life is gone."""
-        self._workers[description.ref.address] = Worker(description, description.state, Load(state=description.state))
+    def up(self, description: Description) -> PrefixIndex:
+        """A session opened; what was known of an earlier life is gone. The index is to be fed by the caller."""
+        index = PrefixIndex(description.ref.incarnation)
+        load = Load(state=description.state)
+        self._workers[description.ref.address] = Worker(description, description.state, load, index)
+        return index
 
     def down(self, address: str) -> None:
         self._workers.pop(address, None)
 
-    def report(self, address: str, load: Load) -> None:
+    def report(self, address: str, load: Load, now_s: float) -> None:
         worker = self._workers.get(address)
         if worker is not None:
             worker.load = load
             worker.state = load.state or worker.state
+            worker.index.reported(load.kv_seq, now_s)
 
     def opened(self, address: str, queued_tokens: int) -> None:
         """A leg was opened; `queued_tokens` of prompt will be computed there."""
@@ -174,6 +275,30 @@ class Placement:
         if worker is not None:
             worker.own_legs = max(worker.own_legs - 1, 0)
 
+    def predict(self, address: str, leg: int, chains: BlockChains, *, computes: bool, now_s: float) -> None:
+        """A leg that was opened will leave its prompt's blocks; count its tokens first."""
+        worker = self._workers.get(address)
+        if worker is not None:
+            worker.index.predict(
+                leg,
+                chains.of(worker.description.fingerprint),
+                num_checkpoints=CHECKPOINT_BORDERS if computes else 0,
+                expected_s=worker.queued_tokens * worker.s_per_token,
+                now_s=now_s,
+            )
+
+    def settle(self, address: str, leg: int, *, went_well: bool) -> None:
+        """A leg is over; whether its prompt came to be there."""
+        worker = self._workers.get(address)
+        if worker is not None:
+            worker.index.settle(leg, went_well=went_well)
+
+    def prefilled(self, address: str, seconds: float, computed_tokens: int) -> None:
+        """A leg told how long its prompt took."""
+        worker = self._workers.get(address)
+        if worker is not None and computed_tokens > 0:
+            worker.s_per_token += 0.2 * (seconds / computed_tokens - worker.s_per_token)
+
     def refused(self, address: str, now_s: float) -> float:
         """A worker had no room; when it may be asked again."""
         worker = self._workers.get(address)
@@ -191,16 +316,17 @@ class Placement:
 
     # ---- the choice ----
 
-    def pick(self, avoid: frozenset[tuple[str, int]], now_s: float) -> Plan | None:
-        """The cheapest plan that has room now; workers to avoid are used only when nobody else could be."""
+    def decide(self, want: Want, now_s: float) -> Decision | None:
+        """The cheapest plan that has room now; None if there is none."""
         ready = [worker for worker in self._workers.values() if worker.is_ready]
-        fresh = [worker for worker in ready if worker.ref.life not in avoid]
-        for candidates in (fresh, ready) if avoid else (ready,):
+        fresh = [worker for worker in ready if worker.ref.life not in want.avoid]
+        for candidates in (fresh, ready) if want.avoid else (ready,):
             if self._possible(candidates):
-                plan = self._cheapest(
-                    [worker for worker in candidates if worker.has_room and worker.paused_until_s <= now_s]
+                return self._cheapest(
+                    [worker for worker in candidates if worker.has_room and worker.paused_until_s <= now_s],
+                    want,
+                    now_s,
                 )
-                return plan
         return None
 
     def _possible(self, workers: list[Worker]) -> bool:
@@ -209,23 +335,68 @@ class Placement:
         decodes = {w.description.fingerprint for w in workers if w.description.role is not Role.PREFILL}
         return bool(prefills & decodes)
 
-    def _cheapest(self, workers: list[Worker]) -> Plan | None:
-        best: tuple[tuple[float, float, float, float, float], Plan] | None = None
-        for decode in workers:
-            if decode.description.role is Role.PREFILL:
-                continue
-            if decode.description.role is Role.BOTH:
-                cost = (*decode.decode_cost, *decode.prefill_cost, self._random.random())
-                if best is None or cost < best[0]:
-                    best = cost, LocalPlan(decode.ref)
+    def _cheapest(self, workers: list[Worker], want: Want, now_s: float) -> Decision | None:
+        decodes = [worker for worker in workers if worker.description.role is not Role.PREFILL]
+        if not decodes:
+            return None
+        shares = {worker.ref.address: self._share(worker, want, now_s) for worker in workers}
+        options: list[tuple[int, float, Plan, Worker]] = []
+        for decode in decodes:
+            share = shares[decode.ref.address]
+            if self._may_compute(decode, share, want):
+                cost = share.cost_here(decode) + decode.decode_tokens
+                options.append((cost, self._random.random(), LocalPlan(decode.ref), decode))
             for prefill in workers:
                 same = prefill.description.fingerprint == decode.description.fingerprint
                 if prefill is decode or prefill.description.role is Role.DECODE or not same:
                     continue
-                cost = (*decode.decode_cost, *prefill.prefill_cost, self._random.random())
-                if best is None or cost < best[0]:
-                    best = cost, PairPlan(prefill.ref, decode.ref)
-        return None if best is None else best[1]
+                cost = (
+                    shares[prefill.ref.address].cost_here(prefill)
+                    + PREFILL_LEG_TOKENS * prefill.own_legs
+                    + SHIP_TOKENS * share.lacking_blocks
+                    + decode.decode_tokens
+                )
+                options.append((cost, self._random.random(), PairPlan(prefill.ref, decode.ref), prefill))
+        if not options:
+            return None
+        _, _, plan, computing = min(options, key=_by_cost)
+        share = shares[computing.ref.address]
+        return Decision(
+            plan=plan,
+            reason=self._reason(workers, shares, plan, computing, want),
+            state=share.state,
+            hit_tokens=want.num_tokens - share.computed_tokens,
+            computed_tokens=share.computed_tokens,
+        )
+
+    def _share(self, worker: Worker, want: Want, now_s: float) -> _Share:
+        """What a hit spares: one token is always computed, and the window behind it must be there or be redone."""
+        chain = want.chains.of(worker.description.fingerprint)
+        hit = worker.index.hit(chain, max(want.num_tokens - 1, 0) // BLOCK_TOKENS, now_s)
+        start = max(hit.checkpoint * BLOCK_TOKENS, hit.blocks * BLOCK_TOKENS - worker.description.replay_tokens)
+        lacking = -(-want.num_tokens // BLOCK_TOKENS) - int(hit.blocks * hit.credit)
+        return _Share(want.num_tokens - int(start * hit.credit), lacking, hit.state)
+
+    def _may_compute(self, decode: Worker, share: _Share, want: Want) -> bool:
+        """A worker of both roles always; a decode worker only what is short, and goes on from what it holds."""
+        if decode.description.role is Role.BOTH:
+            return True
+        return share.computed_tokens < want.num_tokens and share.computed_tokens <= self._local_prefill_tokens
+
+    def _reason(
+        self, workers: list[Worker], shares: dict[str, _Share], plan: Plan, computing: Worker, want: Want
+    ) -> Reason:
+        computed_tokens = shares[computing.ref.address].computed_tokens
+        if isinstance(plan, LocalPlan) and computing.description.role is Role.DECODE:
+            return Reason.LOCAL
+        least = min(
+            shares[worker.ref.address].computed_tokens
+            for worker in workers
+            if worker.description.role is not Role.DECODE
+        )
+        if computed_tokens - least >= BLOCK_TOKENS:
+            return Reason.SPREAD
+        return Reason.HIT if computed_tokens < want.num_tokens else Reason.LOAD
 
     # ---- what the cluster can do ----
 
@@ -265,3 +436,8 @@ class Placement:
     def max_prompt_tokens(self) -> int:
         """The longest prompt that some worker's pools can hold at all; 0 when unknown."""
         return max((worker.description.max_prompt_tokens for worker in self._workers.values()), default=0)
+
+
+def _by_cost(option: tuple[int, float, Plan, Worker]) -> tuple[int, float]:
+    """Chance among equals."""
+    return option[0], option[1]

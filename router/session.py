@@ -11,12 +11,14 @@ import contextlib
 import logging
 import random
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
+from ..core.clock import Clock
 from ..core.errors import HeadraceError, PeerLost
 from ..core.ids import Incarnation, Role
 from ..proto.engine_convert import (
@@ -29,7 +31,9 @@ from ..proto.engine_convert import (
 from ..proto.internal.v1 import engine_pb2 as pb
 from ..proto.internal.v1 import engine_pb2_grpc
 from .journey import LegFinished, LegKind, LegReport, OpenLeg, OutToken, Transferred
+from .kv_subscription import KvSubscription
 from .placement import Description, Load, PoolLoad, WorkerRef
+from .prefix_index import PrefixIndex
 
 log = logging.getLogger("headrace.router.session")
 
@@ -55,7 +59,9 @@ _KINDS = {
 class SessionOwner(Protocol):
     """Who hears what a session hears."""
 
-    def worker_up(self, description: Description) -> None: ...
+    def worker_up(self, description: Description) -> PrefixIndex:
+        """The index that the session feeds while it lives."""
+        ...
 
     def worker_down(self, address: str, error: HeadraceError) -> None: ...
 
@@ -97,6 +103,7 @@ def description_from_message(address: str, message: pb.WorkerDescription) -> Des
         max_prompt_tokens=message.max_prompt_tokens,
         vocab_size=message.vocab_size,
         max_num_seqs=message.max_num_seqs,
+        replay_tokens=message.replay_tokens,
         device=message.device,
         kv_dtype=message.kv_dtype,
         version=message.version,
@@ -107,7 +114,14 @@ def load_from_message(message: pb.LoadReport) -> Load:
     pools = tuple(
         (
             kind,
-            PoolLoad(total=pool.total, free=pool.free, active=pool.active, cached=pool.cached, reserved=pool.reserved),
+            PoolLoad(
+                total=pool.total,
+                free=pool.free,
+                active=pool.active,
+                cached=pool.cached,
+                reserved=pool.reserved,
+                pinned=pool.pinned,
+            ),
         )
         for kind, pool in sorted(message.pools.items())
     )
@@ -120,6 +134,8 @@ def load_from_message(message: pb.LoadReport) -> Load:
         landing_held=message.landing_held,
         audit_mismatches=message.audit_mismatches,
         open_transfers=message.open_transfers,
+        kv_seq=message.kv_seq,
+        kv_blocks=message.kv_blocks,
         pools=pools,
     )
 
@@ -195,6 +211,7 @@ class WorkerSession:
         router_id: str,
         router_incarnation: Incarnation,
         times: SessionTimes,
+        clock: Clock,
         seed: int | None = None,
     ) -> None:
         self.address = address
@@ -202,6 +219,8 @@ class WorkerSession:
         self._router_id = router_id
         self._incarnation = router_incarnation
         self._times = times
+        self._clock = clock
+        self._seed = seed
         self._random = random.Random(seed)
         self._outbox: deque[pb.RouterMessage] = deque()
         self._wake = asyncio.Event()
@@ -230,7 +249,8 @@ class WorkerSession:
     async def _one_session(self) -> bool:
         """From connecting to the end; whether the worker was up."""
         async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
-            call: Any = engine_pb2_grpc.EngineStub(channel).Session()
+            stub: Any = engine_pb2_grpc.EngineStub(channel)
+            call: Any = stub.Session()
             error: HeadraceError = PeerLost("the session with the worker has ended")
             try:
                 async with asyncio.timeout(self._times.connect_s):
@@ -246,8 +266,8 @@ class WorkerSession:
                     "event=session_up worker=%s id=%s role=%s state=%s",
                     self.address, description.ref.worker_id, description.role.value, description.state,
                 )  # fmt: skip
-                self._owner.worker_up(description)
-                await self._talk(call)
+                index = self._owner.worker_up(description)
+                await self._talk(call, self._subscription(index).run(stub))
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, TimeoutError) as cause:
                 details = cause.details() if isinstance(cause, grpc.aio.AioRpcError) else str(cause)
                 log.debug("event=session_error worker=%s details=%r", self.address, details)
@@ -263,9 +283,21 @@ class WorkerSession:
                     self._owner.worker_down(self.address, error)
             return was_up
 
-    async def _talk(self, call: Any) -> None:
-        """Read, write and beat until one of them fails."""
+    def _subscription(self, index: PrefixIndex) -> KvSubscription:
+        return KvSubscription(
+            index,
+            address=self.address,
+            clock=self._clock,
+            silence_s=self._times.beat_s * self._times.missed_beats,
+            first_pause_s=self._times.first_pause_s,
+            longest_pause_s=self._times.longest_pause_s,
+            seed=self._seed,
+        )
+
+    async def _talk(self, call: Any, follow: Coroutine[Any, Any, None]) -> None:
+        """Read, write and beat until one of them fails; follow the worker's prefix cache meanwhile."""
         tasks = [asyncio.create_task(work(call)) for work in (self._read, self._write, self._beat)]
+        tasks.append(asyncio.create_task(follow))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

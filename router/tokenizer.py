@@ -191,12 +191,17 @@ class TokenizerPool:
         self._waiting = 0
 
     async def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
-        return await self._run(lambda: self.tokenizer.encode_segments(segments))
+        return await self.run(lambda: self.tokenizer.encode_segments(segments))
 
     async def encode_raw(self, texts: Sequence[str]) -> list[list[int]]:
-        return await self._run(lambda: [self.tokenizer.encode_raw(text) for text in texts])
+        return await self.run(lambda: [self.tokenizer.encode_raw(text) for text in texts])
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T]) -> T:
+        """Other work on a prompt.
+
+        Raises:
+            QueueFull: too much waits.
+        """
         if self._waiting >= self._max_waiting:
             raise QueueFull("too many prompts wait for the tokenizer")
         self._waiting += 1

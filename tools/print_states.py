@@ -8,6 +8,7 @@ from enum import Enum
 
 TABLES = (
     ("A request in the router", "headrace.router.journey", "NEXT"),
+    ("What a router knows of a worker's prefix cache", "headrace.router.prefix_index", "NEXT"),
     ("A PREFILL leg", "headrace.prefill.legs", "NEXT"),
     ("A GENERATE leg", "headrace.decode.legs", "GENERATE_NEXT"),
     ("A LOCAL leg", "headrace.decode.legs", "LOCAL_NEXT"),

@@ -5,13 +5,16 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import grpc
 import grpc.aio
 
 from headrace.core.ids import new_incarnation
+from headrace.core.kv_events import BlockRemoved, BlockStored
 from headrace.core.sampling import SamplingParams, TokenLogprobs
 from headrace.proto import engine_convert as convert
 from headrace.proto.internal.v1 import engine_pb2 as pb
 from headrace.proto.internal.v1 import engine_pb2_grpc
+from headrace.proto.kv_convert import change_to_message
 
 #: (prompt without what was generated earlier, sampling, output index) to token id.
 Script = Callable[[tuple[int, ...], SamplingParams, int], int]
@@ -42,6 +45,12 @@ class Faults:
     step_s: float = 0.0
     silent: bool = False
     """No beats."""
+    no_events: bool = False
+    """No word of the prefix cache, as of a worker of another release."""
+    drop_messages: int = 0
+    """Messages about the prefix cache that are lost on their way."""
+    break_events: int = 0
+    """Streams of them that end after the next batch."""
 
 
 @dataclass
@@ -83,6 +92,14 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
         self._legs: dict[int, asyncio.Task] = {}
         self._incarnation = 0
         self._outboxes: set[asyncio.Queue] = set()
+        self.blocks: dict[bytes, bool] = {}
+        """Block hashes to whether a check-point is at their end."""
+        self.messages: list[list] = []
+        """Changes of the prefix cache; number 1 is the first."""
+        self.num_kept = 1000
+        self.cached_tokens = lambda prompt: len(prompt) // 2
+        self.num_snapshots = 0
+        self._news = asyncio.Event()
 
     @property
     def address(self) -> str:
@@ -90,6 +107,7 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
 
     async def start(self) -> None:
         self._incarnation = new_incarnation()
+        self.blocks, self.messages = {}, []
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(self.address)
@@ -111,7 +129,58 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
             outbox.put_nowait(pb.WorkerMessage(beat=pb.Beat(load=self._load())))
 
     def _load(self) -> pb.LoadReport:
-        return pb.LoadReport(running=self.num_running, state=self.state)
+        return pb.LoadReport(running=self.num_running, state=self.state, kv_seq=len(self.messages))
+
+    def cache(self, *changes) -> None:
+        """Change the prefix cache and say so."""
+        for change in changes:
+            match change:
+                case BlockStored(block, _, has_checkpoint):
+                    self.blocks[block] = has_checkpoint
+                case BlockRemoved(block):
+                    del self.blocks[block]
+                case _:
+                    self.blocks.clear()
+        self.messages.append(list(changes))
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def KvSnapshot(self, request, context):
+        await self._check(request, context)
+        self.num_snapshots += 1
+        root = bytes(16)
+        blocks = [pb.KvStored(block=block, parent=root, has_checkpoint=flag) for block, flag in self.blocks.items()]
+        as_of_seq = len(self.messages)
+        await context.write(pb.KvSnapshotPart(as_of_seq=as_of_seq, blocks=blocks[:3]))
+        await context.write(pb.KvSnapshotPart(as_of_seq=as_of_seq, blocks=blocks[3:], is_last=True))
+
+    async def KvEvents(self, request, context):
+        await self._check(request, context)
+        seq = request.after_seq
+        if not len(self.messages) - self.num_kept <= seq <= len(self.messages):
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, "gone")
+        while True:
+            news, last_seq, messages = self._news, len(self.messages), []
+            for number in range(seq + 1, last_seq + 1):
+                if self.faults.drop_messages:
+                    self.faults.drop_messages -= 1
+                    continue
+                changes = [change_to_message(change) for change in self.messages[number - 1]]
+                messages.append(pb.KvMessage(seq=number, changes=changes))
+            await context.write(pb.KvEventBatch(last_seq=last_seq, messages=messages))
+            if messages and self.faults.break_events:
+                self.faults.break_events -= 1
+                return
+            seq = last_seq
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await news.wait()
+
+    async def _check(self, request, context) -> None:
+        if self.faults.no_events:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+        if request.incarnation != self._incarnation:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another life")
 
     async def Session(self, request_iterator, context):
         outbox: asyncio.Queue = asyncio.Queue()
@@ -177,6 +246,7 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
             device="cpu",
             protocol=convert.PROTOCOL,
             max_num_seqs=self.max_num_seqs,
+            replay_tokens=1024,
         )
 
     async def _run(self, submit: pb.Submit, outbox: asyncio.Queue) -> None:
@@ -206,7 +276,7 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
             async with asyncio.timeout(10):
                 await self.cluster.pull(submit.transfer_id).wait()
         if submit.kind != pb.LEG_KIND_GENERATE:
-            say(started=pb.Started(cached_tokens=len(prompt) // 2, queued_s=0.001))
+            say(started=pb.Started(cached_tokens=self.cached_tokens(prompt), queued_s=0.001))
             if sampling.prompt_logprobs is not None:
                 scored = [
                     convert.token_to_message(i, prompt[i], self._logprobs(prompt[i], sampling.prompt_logprobs))

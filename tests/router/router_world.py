@@ -9,6 +9,7 @@ from fake_worker import Cluster, FakeWorker, running
 
 from headrace.config.tree import Config, ModelSection, RouterSection
 from headrace.router.main import Router
+from headrace.router.prefix_index import IndexState
 from headrace.router.session import SessionTimes
 
 TIMES = SessionTimes(connect_s=2.0, beat_s=0.3, first_pause_s=0.01, longest_pause_s=0.05)
@@ -50,7 +51,9 @@ async def world(checkpoint: str, roles=("prefill", "decode"), *, script=None, wa
         made = World(router, workers, cluster, client)
         try:
             if wait:
-                await made.until(lambda: router.dispatcher.placement.can_serve)
+                placement = router.dispatcher.placement
+                await made.until(lambda: placement.can_serve)
+                await made.until(lambda: all(worker.index.state is IndexState.EXACT for worker in placement.workers))
             yield made
         finally:
             await client.close()

@@ -373,7 +373,8 @@ async def test_metrics_tell_what_happened(w):
         "headrace:generation_tokens_total 3.0",
         'headrace:kv_transfer_bytes_total{transport="fake"} 1000.0',
         'headrace:num_requests_running{role="router"} 0.0',
-        'headrace:router_decisions_total{mode="pair",reason="first"} 1.0',
+        'headrace:router_decisions_total{mode="exact",path="pair",reason="load"} 1.0',
+        'headrace:router_index_state{state="exact"} 2.0',
         'headrace:request_total{outcome="ok",surface="completions"} 1.0',
     ):
         assert line in plain.text

@@ -117,7 +117,7 @@ def test_waiting_texts_are_bounded(tokenizer):
     async def scenario():
         pool = TokenizerPool(tokenizer, threads=1, max_waiting=2)
         gate = threading.Event()
-        blocked = [asyncio.create_task(pool._run(gate.wait)) for _ in range(2)]
+        blocked = [asyncio.create_task(pool.run(gate.wait)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
             await pool.encode_raw(["x"])
