@@ -181,12 +181,16 @@ class _Moment(Collector):
         yield _gauge("headrace:queued_tokens", "Uncached prompt tokens not computed", [], [((), load.queued_tokens)])
         pages, credits, usage = [], [], []
         for kind, c in load.pools.items():
-            pages += [((kind, "free"), c.free), ((kind, "active"), c.active), ((kind, "landing"), c.landing)]
+            states = (
+                ("free", c.free), ("active", c.active), ("landing", c.landing), ("cached", c.cached),
+                ("pinned", c.pinned),
+            )  # fmt: skip
+            pages += [((kind, state), count) for state, count in states]
             credits.append(((kind,), c.reserved))
-            usage.append(((kind,), c.active / c.total if c.total else 0.0))
+            usage.append(((kind,), (c.active + c.landing + c.pinned) / c.total if c.total else 0.0))
         yield _gauge("headrace:kv_pages", "Pages by pool and state", ["pool", "state"], pages)
         yield _gauge("headrace:kv_credits_reserved", "Pages promised, not yet bound", ["pool"], credits)
-        yield _gauge("headrace:kv_cache_usage_perc", "Share of active pages, 0 to 1", ["pool"], usage)
+        yield _gauge("headrace:kv_cache_usage_perc", "Share of pages that cannot be evicted, 0 to 1", ["pool"], usage)
         yield _count("headrace:kv_audit_mismatch", "Conservation audits that failed", [], [((), load.audit_mismatches)])
         yield _count("headrace:engine_steps", "Steps", [], [((), load.steps)])
 

@@ -411,7 +411,13 @@ class Worker:
             queued_tokens=load.queued_tokens,
             pools={
                 kind: engine_pb2.PoolLoad(
-                    total=c.total, free=c.free, active=c.active, landing=c.landing, reserved=c.reserved
+                    total=c.total,
+                    free=c.free,
+                    active=c.active,
+                    landing=c.landing,
+                    reserved=c.reserved,
+                    cached=c.cached,
+                    pinned=c.pinned,
                 )
                 for kind, c in load.pools.items()
             },

@@ -135,6 +135,19 @@ async def test_prompt_goes_where_its_prefix_is(w):
     assert 'headrace:router_hit_tokens_total{kind="actual"} 900.0' in text
 
 
+@in_world()
+async def test_prompt_whose_scores_are_wanted_is_placed_as_if_nobody_held_it(w):
+    """All of it is computed."""
+    for name, worker in w.workers.items():
+        worker.cache(*chain_blocks(worker.fingerprint, PROMPT))
+        await until_equal(w, name)
+    body = {"model": "tide", "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 0}
+    async with httpx.AsyncClient(base_url=w.url) as client:
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        text = (await client.get("/metrics")).text
+    assert 'headrace:router_decisions_total{mode="exact",path="pair",reason="load"} 1.0' in text
+
+
 @in_world(roles=("prefill", "prefill", "decode"))
 async def test_salt_reaches_the_chain_and_the_worker(w):
     """Another tenant's blocks are no hit, though the tokens are the same."""

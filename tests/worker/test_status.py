@@ -23,7 +23,9 @@ from headrace.worker.lifecycle import ProgressWatch, WorkerState
 from headrace.worker.metrics import Snapshots, WorkerMetrics
 from headrace.worker.status import StatusServer, StatusSource
 
-LOAD = EngineLoad(2, 3, 700, 41, 0.0, {"history": PoolCounts(10, 4, 5, 1, 2), "window": PoolCounts(20, 20, 0, 0, 0)}, 0)
+LOAD = EngineLoad(
+    2, 3, 700, 41, 0.0, {"history": PoolCounts(18, 4, 5, 1, 2, 6, 2), "window": PoolCounts(20, 20, 0, 0, 0)}, 0
+)
 COUNTS = TransferCounts(
     send_buffers={"free": 3, "announced": 1},
     landing_buffers={"free": 2, "held": 1},
@@ -154,8 +156,10 @@ def test_metrics_carry_the_specified_names(status: Status, make_order: Callable[
     assert found[("headrace:num_requests_running", ("decode",))] == 2
     assert found[("headrace:num_requests_waiting", ("decode",))] == 3
     assert found[("headrace:kv_pages", ("history", "active"))] == 5
+    assert found[("headrace:kv_pages", ("history", "cached"))] == 6
+    assert found[("headrace:kv_pages", ("history", "pinned"))] == 2
     assert found[("headrace:kv_credits_reserved", ("history",))] == 2
-    assert found[("headrace:kv_cache_usage_perc", ("history",))] == 0.5
+    assert found[("headrace:kv_cache_usage_perc", ("history",))] == pytest.approx(8 / 18)
     assert found[("headrace:kv_audit_mismatch_total", ())] == 0
     assert found[("headrace:engine_steps_total", ())] == 41
     assert found[("headrace:kv_buffers", ("landing", "held"))] == 1
@@ -194,7 +198,7 @@ def test_state_tells_pools_transfers_and_links(status: Status) -> None:
     """One JSON document for who debugs."""
     document = json.loads(status.get("/state")[1])
     assert document["worker_id"] == "decode-0"
-    history = {"total": 10, "free": 4, "active": 5, "landing": 1, "reserved": 2, "cached": 0, "pinned": 0}
+    history = {"total": 18, "free": 4, "active": 5, "landing": 1, "reserved": 2, "cached": 6, "pinned": 2}
     assert document["pools"]["history"] == history
     assert document["transfers"]["pulls"] == {"taking": 2}
     assert document["links"][0]["transport"] == "nixl/UCX tcp"
