@@ -338,7 +338,13 @@ class Dispatcher:
             if sequence.is_waiting:
                 now_s = self._clock.now_s()
                 journey = sequence.journey
-                want = Want(num_tokens=len(journey.prompt) + len(journey.emitted), chains=sequence.chains, avoid=avoid)
+                # Scores of a prompt need every position of it computed: what is held helps nobody.
+                computes_all = journey.sampling.prompt_logprobs is not None and not journey.emitted
+                want = Want(
+                    num_tokens=len(journey.prompt) + len(journey.emitted),
+                    chains=BlockChains() if computes_all else sequence.chains,
+                    avoid=avoid,
+                )
                 decision = self.placement.decide(want, now_s)
                 if decision is None:
                     self._pump_later(now_s)
