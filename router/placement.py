@@ -1,9 +1,9 @@
 """Who shall do a request: a pair of workers, or one that does both phases.
 
 One decision without I/O, from what workers said last and what this router sent since. Its cost is in tokens of prefill:
-those queued before the request, those that the worker would have to compute (all but the prefix that it holds), and, by
-the weights below, the blocks that must travel and the sequences that decode already. So a holder of the prefix is cheap
-until it is busy, and then the prefix spreads. Knowledge may be stale; that costs time, never truth, since capacity is
+those queued before the request and, by the weights below, those that the worker would have to compute (all but the
+prefix that it holds), the blocks that must travel and the sequences that decode already. So a holder of the prefix is
+cheap until it is busy, and then the prefix spreads. Knowledge may be stale; that costs time, never truth: capacity is
 promised by the worker alone.
 """
 
@@ -26,6 +26,8 @@ MAX_REFUSAL_PAUSE_S = 1.0
 DEFAULT_MAX_SEQS = 64
 """Sequences of a worker that did not say how many it takes."""
 
+COMPUTE_WEIGHT = 2
+"""Tokens that the request itself computes count once for it and once for those behind it, whom they delay as much."""
 SEQUENCE_TOKENS = 32
 """What one more sequence in a decode batch costs all others, as tokens of prefill."""
 SHIP_TOKENS = 4
@@ -175,6 +177,9 @@ class Worker:
     own_legs: int = 0
     own_queued_tokens: int = 0
     """Prompt tokens to be computed that this router sent, and whose first token has not come."""
+    foreign_tokens: int = 0
+    """Queued there beyond what this router had sent, when the worker reported last: other routers' share."""
+    foreign_seqs: int = 0
     s_per_token: float = PRIOR_S_PER_TOKEN
     """Of prefill, as of late."""
     refusals: int = 0
@@ -194,12 +199,13 @@ class Worker:
 
     @property
     def queued_tokens(self) -> int:
-        return max(self.load.queued_tokens, self.own_queued_tokens)
+        """A report is up to two seconds old, what this router sent and heard since is not."""
+        return self.own_queued_tokens + self.foreign_tokens
 
     @property
     def decode_tokens(self) -> int:
         """What decoding here costs, whoever decodes."""
-        return SEQUENCE_TOKENS * max(self.load.running + self.load.waiting, self.own_legs)
+        return SEQUENCE_TOKENS * (self.own_legs + self.foreign_seqs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +219,7 @@ class _Share:
     state: IndexState
 
     def cost_here(self, worker: Worker) -> int:
-        return worker.queued_tokens + self.computed_tokens
+        return worker.queued_tokens + COMPUTE_WEIGHT * self.computed_tokens
 
 
 class Placement:
@@ -254,6 +260,8 @@ class Placement:
         worker = self._workers.get(address)
         if worker is not None:
             worker.load = load
+            worker.foreign_tokens = max(load.queued_tokens - worker.own_queued_tokens, 0)
+            worker.foreign_seqs = max(load.running + load.waiting - worker.own_legs, 0)
             worker.state = load.state or worker.state
             worker.index.reported(load.kv_seq, now_s)
 

@@ -60,6 +60,19 @@ def test_least_loaded_is_chosen():
     assert pick(table).prefill.worker_id == "p1"
 
 
+def test_stale_report_does_not_count_what_this_router_knows_better():
+    """What it sent and heard of since counts; of the report only what others had sent."""
+    table = make_table(*(describe(f"p{i}", Role.PREFILL) for i in range(2)), describe("d", Role.DECODE))
+    table.opened("p0:1", 4000)
+    table.report("p0:1", Load(queued_tokens=4000, running=1, state="ready"), 0.0)
+    table.computed("p0:1", 4000)
+    table.closed("p0:1")
+    table.opened("p1:1", 100)
+    assert pick(table).prefill.worker_id == "p0", "its queue was this router's own, and is done"
+    table.report("p0:1", Load(queued_tokens=300, state="ready"), 0.0)
+    assert pick(table).prefill.worker_id == "p1", "somebody else's"
+
+
 def test_full_worker_is_left_alone_until_a_leg_closes():
     """Capacity is the worker's promise; more would only be refused."""
     table = make_table(describe("b", Role.BOTH, max_num_seqs=1))

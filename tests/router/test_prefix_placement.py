@@ -98,7 +98,7 @@ def test_busy_holder_becomes_dear_and_the_prefix_spreads():
     table.fill("p1", 8, 8)
     table.report("p1:1", Load(queued_tokens=2000, state="ready"), 0.0)
     assert names(table.choose())[0] == "p1"
-    table.opened("p1:1", 2100)
+    table.opened("p1:1", 2600)
     decision = table.choose()
     assert names(decision)[0] != "p1"
     assert (decision.reason, decision.hit_tokens) == (Reason.SPREAD, 0)
