@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import NewType
 
@@ -30,15 +32,28 @@ def child_hash(parent: BlockHash, tokens: Sequence[int], extras: bytes = b"") ->
     """Hash of the block that follows `parent` and holds `tokens` (exactly 256 ids, u32 little-endian)."""
     if len(tokens) != BLOCK_TOKENS:
         raise ValueError(f"a block has {BLOCK_TOKENS} tokens, not {len(tokens)}")
-    digest = hashlib.sha256(parent + struct.pack(f"<{BLOCK_TOKENS}I", *tokens) + extras)
-    return BlockHash(digest.digest()[:HASH_BYTES])
+    return _link(parent, token_bytes(tokens), extras)
 
 
 def block_hashes(root: BlockHash, tokens: Sequence[int], extras: bytes = b"") -> list[BlockHash]:
     """Hashes of all full blocks of `tokens`, in order; a partial last block has none."""
     hashes: list[BlockHash] = []
     parent = root
-    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        parent = child_hash(parent, tokens[start : start + BLOCK_TOKENS], extras)
+    # All at once: packing is most of the time, and a prompt of a million tokens is hashed where others wait.
+    raw = token_bytes(tokens)
+    for start in range(0, (len(tokens) - BLOCK_TOKENS) * 4 + 1, BLOCK_TOKENS * 4):
+        parent = _link(parent, raw[start : start + BLOCK_TOKENS * 4], extras)
         hashes.append(parent)
     return hashes
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """u32 little-endian of each id."""
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _link(parent: BlockHash, raw: bytes, extras: bytes) -> BlockHash:
+    return BlockHash(hashlib.sha256(parent + raw + extras).digest()[:HASH_BYTES])

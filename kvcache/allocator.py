@@ -92,6 +92,18 @@ class _Sequence:
             case PoolKind.STATE | PoolKind.SNAPSHOT:
                 return []
 
+    def num_pages(self, kind: PoolKind) -> tuple[int, int]:
+        """How many `owned` and `pinned` have, without making the lists."""
+        match kind:
+            case PoolKind.HISTORY:
+                return len(self.history) - len(self.hashes), len(self.hashes)
+            case PoolKind.WINDOW:
+                return len(self.window) - len(self.shared_window), len(self.shared_window)
+            case PoolKind.STATE:
+                return int(self.state_row >= 0), 0
+            case PoolKind.SNAPSHOT:
+                return 0, 0
+
     def pages(self) -> SequencePages:
         if self.snapshot is None:
             self.snapshot = SequencePages(tuple(self.history), tuple(self.window.items()), self.state_row)
@@ -274,7 +286,7 @@ class CacheManager:
         gone = [number for number in sequence.window if number < floor]
         if gone:
             own = [number for number in gone if number not in sequence.shared_window]
-            self._unpin_window(sequence.window[number] for number in gone if number in sequence.shared_window)
+            self._unpin_window([sequence.window[number] for number in gone if number in sequence.shared_window])
             self._give(WINDOW, [sequence.window[number] for number in own], sequence.state)
             sequence.shared_window.difference_update(gone)
             for number in gone:
@@ -381,17 +393,15 @@ class CacheManager:
 
     def check(self) -> list[str]:
         """`audit` of the counts alone, for after each step: its time grows with the sequences, not with the pools."""
-        sequences = self._sequences.values()
-        return [
-            line
-            for kind, pool in self._pools.items()
-            for line in pool.check(
-                sum(len(sequence.owned(kind)) for sequence in sequences),
-                sum(len(sequence.pinned(kind)) for sequence in sequences),
-                self._index.num_indexed(kind),
-                sum(sequence.credits.get(kind, 0) for sequence in sequences),
-            )
-        ]
+        wrong: list[str] = []
+        for kind, pool in self._pools.items():
+            num_owned = num_pins = reserved = 0
+            for sequence in self._sequences.values():
+                owned, pins = sequence.num_pages(kind)
+                num_owned, num_pins = num_owned + owned, num_pins + pins
+                reserved += sequence.credits.get(kind, 0)
+            wrong += pool.check(num_owned, num_pins, self._index.num_indexed(kind), reserved)
+        return wrong
 
     def audit(self) -> list[str]:
         """What does not add up, page by page, in words; empty when all is well. Takes milliseconds for large pools."""
@@ -430,7 +440,7 @@ class CacheManager:
         """Promise what is needed and pin the blocks; the window pages' pins are counted, and left to the caller."""
         assert key not in self._sequences, f"sequence {key} is here already"
         pins = {HISTORY: self._index.pages(hashes), WINDOW: window}
-        costs = {kind: sum(map(self._pools[kind].pin_cost, pages)) for kind, pages in pins.items()}
+        costs = {kind: self._pools[kind].pin_cost(pages) for kind, pages in pins.items()}
         self._promise(needed, costs)
         sequence = self._sequences[key] = _Sequence(dict(needed), window_quota=needed[WINDOW], root=root)
         sequence.history += self._index.pin(hashes)
@@ -464,10 +474,10 @@ class CacheManager:
             self._pools[kind].free(pages, state)
             self._on_free(kind, pages)
 
-    def _unpin_window(self, pages: Iterable[int]) -> None:
-        for page in list(pages):
-            if self._pools[WINDOW].unpin(page) is PageState.FREE:
-                self._on_free(WINDOW, (page,))
+    def _unpin_window(self, pages: Sequence[int]) -> None:
+        _, freed = self._pools[WINDOW].unpin(pages)
+        if freed:
+            self._on_free(WINDOW, freed)
 
     def _settle_window(self, sequence: _Sequence) -> None:
         """Make the window credits what the quota leaves beside the pages read."""

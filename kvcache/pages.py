@@ -90,13 +90,6 @@ class PagePool:
     def state(self, page: int) -> PageState:
         return PageState(self._states[page])
 
-    def refs(self, page: int) -> int:
-        """Sequences that pin it."""
-        return self._refs.get(page, 0)
-
-    def is_indexed(self, page: int) -> bool:
-        return page in self._indexed
-
     # ---- promises ----
 
     def promise(self, num: int) -> None:
@@ -134,41 +127,58 @@ class PagePool:
         self._free += pages
 
     # ---- pages that are shared ----
+    # A long prompt has thousands of pages: these go over whole lists, with one look at each page.
 
     def share(self, page: int) -> None:
         """An ACTIVE page is complete: immutable from now on, its owner is its first reader."""
         self._move((page,), S.ACTIVE, S.PINNED)
         self._refs[page] = 1
 
-    def pin_cost(self, page: int) -> int:
+    def pin_cost(self, pages: Sequence[int]) -> int:
         """What `pin` takes from `available`."""
-        return 1 if self._states[page] == S.CACHED or self._charges_sharers else 0
+        if self._charges_sharers:
+            return len(pages)
+        states, cached = self._states, int(S.CACHED)
+        return sum([states[page] == cached for page in pages])
 
-    def pin(self, page: int) -> None:
-        """One more sequence reads it."""
-        assert self.pin_cost(page) <= self.available
-        if self._states[page] == S.CACHED:
-            self._move((page,), S.CACHED, S.PINNED)
-            self._refs[page] = 1
-        else:
-            assert self._states[page] == S.PINNED
-            self._refs[page] += 1
-            self._extra += self._charges_sharers
+    def pin(self, pages: Sequence[int]) -> None:
+        """One more sequence reads them."""
+        states, refs, cached, pinned = self._states, self._refs, int(S.CACHED), int(S.PINNED)
+        num_cached = 0
+        for page in pages:
+            if states[page] == cached:
+                states[page] = pinned
+                refs[page] = 1
+                num_cached += 1
+            else:
+                refs[page] += 1
+        self._counts[cached] -= num_cached
+        self._counts[pinned] += num_cached
+        if self._charges_sharers:
+            self._extra += len(pages) - num_cached
+        assert self.available >= 0
 
-    def unpin(self, page: int) -> PageState:
-        """One sequence less reads it. FREE: that was the last who knew it."""
-        assert self._states[page] == S.PINNED
-        self._refs[page] -= 1
-        if self._refs[page]:
-            self._extra -= self._charges_sharers
-            return S.PINNED
-        del self._refs[page]
-        if page in self._indexed:
-            self._move((page,), S.PINNED, S.CACHED)
-            return S.CACHED
-        self._move((page,), S.PINNED, S.FREE)
-        self._free.append(page)
-        return S.FREE
+    def unpin(self, pages: Sequence[int]) -> tuple[list[int], list[int]]:
+        """One sequence less reads them. Those that are CACHED now, and those that are FREE, in the order given."""
+        states, refs, indexed = self._states, self._refs, self._indexed
+        at_rest: list[int] = []
+        freed: list[int] = []
+        for page in pages:
+            num = refs[page]
+            if num > 1:
+                refs[page] = num - 1
+                continue
+            del refs[page]
+            (at_rest if page in indexed else freed).append(page)
+        for gone, state in ((at_rest, S.CACHED), (freed, S.FREE)):
+            for page in gone:
+                states[page] = state
+            self._counts[state] += len(gone)
+        self._counts[S.PINNED] -= len(at_rest) + len(freed)
+        if self._charges_sharers:
+            self._extra -= len(pages) - len(at_rest) - len(freed)
+        self._free += freed
+        return at_rest, freed
 
     def index(self, page: int) -> None:
         """The prefix index knows this page: a PINNED one, or an ACTIVE one that no sequence owns."""
@@ -179,14 +189,13 @@ class PagePool:
             assert self._states[page] == S.PINNED
         self._indexed.add(page)
 
-    def unindex(self, page: int) -> PageState:
-        """The prefix index forgets it. FREE: nobody reads it."""
-        self._indexed.remove(page)
-        if self._states[page] == S.PINNED:
-            return S.PINNED
-        self._move((page,), S.CACHED, S.FREE)
-        self._free.append(page)
-        return S.FREE
+    def unindex(self, pages: Sequence[int]) -> list[int]:
+        """The prefix index forgets them. Those that are FREE now: nobody reads them."""
+        self._indexed.difference_update(pages)
+        freed = [page for page in pages if self._states[page] != S.PINNED]
+        self._move(freed, S.CACHED, S.FREE)
+        self._free += freed
+        return freed
 
     def _move(self, pages: Sequence[int], old: PageState, new: PageState) -> None:
         assert new in NEXT_STATES[old]

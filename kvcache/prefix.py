@@ -79,7 +79,8 @@ class PrefixIndex:
         return 0
 
     def pages(self, hashes: Sequence[BlockHash]) -> list[int]:
-        return [self._blocks[block].page for block in hashes]
+        blocks = self._blocks
+        return [blocks[block].page for block in hashes]
 
     def check_point(self, block: BlockHash) -> CheckPoint | None:
         return self._check_points.get(block)
@@ -88,25 +89,24 @@ class PrefixIndex:
 
     def pin(self, hashes: Sequence[BlockHash]) -> list[int]:
         """One more sequence reads these blocks; their pages."""
+        pages, resting = self.pages(hashes), self._resting
         for block in hashes:
-            page = self._blocks[block].page
-            if self._history.state(page) is PageState.CACHED:
-                del self._resting[block]
-            self._history.pin(page)
-        return self.pages(hashes)
+            resting.pop(block, None)
+        self._history.pin(pages)
+        return pages
 
     def unpin(self, pages: Sequence[int]) -> None:
         """A sequence lets go of its blocks' pages, given in the order of the chain."""
-        for page in reversed(pages):
-            if self._history.unpin(page) is PageState.CACHED:
-                self._resting[self._by_page[page]] = None
+        at_rest, freed = self._history.unpin(pages[::-1])
+        assert not freed
+        by_page = self._by_page
+        self._resting.update([(by_page[page], None) for page in at_rest])
 
     def pin_check_point(self, block: BlockHash) -> CheckPoint:
         """A sequence begins at this border: it reads the two window pages from now on."""
         check_point = self._check_points[block]
         self._check_points.move_to_end(block)
-        for page in check_point.window:
-            self._window.pin(page)
+        self._window.pin(check_point.window)
         return check_point
 
     # ---- storing ----
@@ -160,17 +160,22 @@ class PrefixIndex:
     # ---- giving up ----
 
     def _evict_blocks(self, num: int) -> None:
+        pages: list[int] = []
         for _ in range(num):
             block, _ = self._resting.popitem(last=False)
-            self._forget_check_point(block)
+            if block in self._check_points:
+                self._forget_check_point(block)
             known = self._blocks.pop(block)
             assert not known.num_children
             del self._by_page[known.page]
-            if known.parent in self._blocks:
-                self._blocks[known.parent].num_children -= 1
-            self._history.unindex(known.page)
-            self._on_free(PoolKind.HISTORY, (known.page,))
+            parent = self._blocks.get(known.parent)
+            if parent is not None:
+                parent.num_children -= 1
+            pages.append(known.page)
             self._events.append(BlockRemoved(block))
+        freed = self._history.unindex(pages)
+        assert len(freed) == num
+        self._on_free(PoolKind.HISTORY, freed)
 
     def _evict_window(self, num: int) -> None:
         """The oldest check-points one of whose pages nobody reads, until so many pages are free."""
@@ -194,11 +199,10 @@ class PrefixIndex:
         check_point = self._check_points.pop(block, None)
         if check_point is not None:
             self._blocks[block].check_point = None
-            for page in check_point.window:
-                if self._window.unindex(page) is PageState.FREE:
-                    self._on_free(PoolKind.WINDOW, (page,))
-            self._snapshot.unindex(check_point.snapshot_row)
-            self._on_free(PoolKind.SNAPSHOT, (check_point.snapshot_row,))
+            freed = self._window.unindex(check_point.window)
+            if freed:
+                self._on_free(PoolKind.WINDOW, freed)
+            self._on_free(PoolKind.SNAPSHOT, self._snapshot.unindex((check_point.snapshot_row,)))
         return check_point
 
     # ---- events and books ----
