@@ -8,6 +8,7 @@ a prompt is always computed.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -177,6 +178,27 @@ def check_locality(
             assert over_predictions(of_router(cluster)) == 0
         reused_after, _ = told(conversations, turns)
         assert reused_after > 0
+
+
+def test_salts_never_share_and_every_surface_tells_the_same(pair: Cluster, rng: random.Random):
+    """Resent under its salt a prompt is cached up to its last full block, under another it is not at all."""
+    prompt = [rng.randint(20, 500) for _ in range(3 * BLOCK + 40)]
+
+    def cached(salt: str | None, **changes: Any) -> int:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 4, **({"cache_salt": salt} if salt else {}), **changes}
+        if not body.get("stream"):
+            return int(pair.complete(**body)["usage"]["prompt_tokens_details"]["cached_tokens"])
+        answer = pair.http.post("/v1/completions", json={**body, "stream_options": {"include_usage": True}})
+        last = [line for line in answer.text.splitlines() if line.startswith("data: {")][-1]
+        return int(json.loads(last.removeprefix("data: "))["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("red") == 0
+    for changes in ({}, {"stream": True}, {"n": 2}):
+        assert cached("red", **changes) == 3 * BLOCK
+    assert cached("blue") == 0
+    assert cached(None) == 0
+    assert cached(None, stream=True) == 3 * BLOCK
+    assert over_predictions(of_router(pair)) == 0
 
 
 def test_conversations_find_their_prefix(demo_checkpoint: Path, rng: random.Random):
