@@ -41,6 +41,13 @@ class EngineRequest:
     sampling: SamplingParams
     namespace: str = ""
     priority: int = 0
+    seeds: tuple[int, ...] = ()
+    """One choice for each, drawn with that seed in place of the sampling's: the prompt is computed once, and arrives
+    once. Empty: one choice."""
+
+    @property
+    def num_choices(self) -> int:
+        return max(1, len(self.seeds))
 
 
 # ---- commands ----
@@ -68,6 +75,8 @@ class Admit:
     key: int
     first_token: int
     first_index: int
+    more_first_tokens: tuple[int, ...] = ()
+    """Of choices 1 and up."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,16 @@ class AbortSequence:
     key: int
 
 
-Command: TypeAlias = Submit | Start | Admit | Release | AbortSequence
+@dataclass(frozen=True)
+class AbortChoice:
+    """End one choice; the others go on. The last one's end is the sequence's. Answered by its `SequenceFinished` with
+    reason None; of a choice that is over, by nothing."""
+
+    key: int
+    choice: int
+
+
+Command: TypeAlias = Submit | Start | Admit | Release | AbortSequence | AbortChoice
 
 # ---- events ----
 
@@ -135,6 +153,7 @@ class TokenSampled:
     """Absolute output index, from 0."""
     token: int
     logprobs: TokenLogprobs | None
+    choice: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,6 +177,10 @@ class SequenceFinished:
     computed_tokens: int
     prefill_s: float
     pages: SequencePages | None
+    choice: int = 0
+    """Which one ended; of a PREFILL always 0, and `reason` is None unless every choice's first token ended it."""
+    last: bool = True
+    """No other choice goes on."""
 
 
 @dataclass(frozen=True)
