@@ -380,8 +380,11 @@ class Placement:
     def _share(self, worker: Worker, want: Want, now_s: float) -> _Share:
         """What a hit spares: one token is always computed, and the window behind it must be there or be redone."""
         chain = want.chains.of(worker.description.fingerprint)
-        hit = worker.index.hit(chain, max(want.num_tokens - 1, 0) // BLOCK_TOKENS, now_s)
-        start = max(hit.checkpoint * BLOCK_TOKENS, hit.blocks * BLOCK_TOKENS - worker.description.replay_tokens)
+        replay_tokens = worker.description.replay_tokens
+        hit = worker.index.hit(
+            chain, max(want.num_tokens - 1, 0) // BLOCK_TOKENS, now_s, depth=replay_tokens // BLOCK_TOKENS + 1
+        )
+        start = max(hit.checkpoint * BLOCK_TOKENS, hit.blocks * BLOCK_TOKENS - replay_tokens)
         lacking = -(-want.num_tokens // BLOCK_TOKENS) - int(hit.blocks * hit.credit)
         return _Share(want.num_tokens - int(start * hit.credit), lacking, hit.state)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
 
 from ..core.blocks import BlockHash
 from ..core.kv_events import BlockRemoved, BlockStored, KvEvent
@@ -98,7 +97,7 @@ class Hit:
 
     blocks: int
     checkpoint: int
-    """The last border of them with a check-point; 0 is one always."""
+    """The last border of them with a check-point; 0, the beginning, needs none."""
     credit: float
     state: IndexState
 
@@ -260,22 +259,47 @@ class PrefixIndex:
 
     # ---- the question ----
 
-    def hit(self, chain: Sequence[BlockHash], max_blocks: int, now_s: float) -> Hit:
-        """The longest run of leading blocks that are here, `max_blocks` at most."""
+    def hit(self, chain: Sequence[BlockHash], max_blocks: int, now_s: float, *, depth: int | None = None) -> Hit:
+        """The longest run of leading blocks that are here.
+
+        Args:
+            max_blocks: of them, at most.
+            depth: among how many last borders a check-point is looked for; None: all. One that is farther from the end
+                than an exact replay is long helps nobody.
+        """
         credit = CREDIT[self.state]
-        blocks = checkpoint = 0
-        if credit:
-            for block in islice(chain, max_blocks):
-                has_checkpoint = self._held.get(block)
-                if has_checkpoint is None:
-                    predicted = self._predicted.get(block)
-                    if predicted is None or predicted.until_s <= now_s:
-                        break
-                    has_checkpoint = predicted.has_checkpoint
-                blocks += 1
-                if has_checkpoint:
-                    checkpoint = blocks
-        return Hit(blocks, checkpoint, credit, self.state)
+        if not credit:
+            return Hit(0, 0, credit, self.state)
+        end = min(max_blocks, len(chain))
+        blocks = self._held_run(chain, end)
+        while blocks < end and self._checkpoint_after(chain[blocks], now_s) is not None:
+            blocks += 1
+        checkpoint = blocks
+        lowest = 0 if depth is None else max(blocks - depth, 0)
+        while checkpoint > lowest and not self._checkpoint_after(chain[checkpoint - 1], now_s):
+            checkpoint -= 1
+        return Hit(blocks, checkpoint if checkpoint > lowest else 0, credit, self.state)
+
+    def _held_run(self, chain: Sequence[BlockHash], end: int) -> int:
+        """By halves: a worker that holds a block holds all before it, after every change."""
+        held = self._held
+        low, high = 0, end if end and chain[0] in held else 0
+        while low < high:
+            middle = (low + high) // 2
+            if chain[middle] in held:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _checkpoint_after(self, block: BlockHash, now_s: float) -> bool | None:
+        """Whether a check-point is at its end; None: the block is not here."""
+        has_checkpoint = self._held.get(block)
+        if has_checkpoint is None:
+            predicted = self._predicted.get(block)
+            if predicted is not None and predicted.until_s > now_s:
+                return predicted.has_checkpoint
+        return has_checkpoint
 
     # ---- inside ----
 

@@ -171,6 +171,8 @@ def test_check_points_are_told_of_again_when_they_go():
     index = make_exact(stored(0, True), stored(1), stored(2, True))
     assert index.hit(CHAIN, 10, 0.0).checkpoint == 3
     assert index.hit(CHAIN, 2, 0.0).checkpoint == 1
+    assert index.hit(CHAIN, 2, 0.0, depth=1).checkpoint == 0, "farther back than was asked for"
+    assert index.hit(CHAIN, 2, 0.0, depth=2).checkpoint == 1
     assert index.heard(1, [(1, [stored(2, False), stored(1, True)])], 0.0)
     assert index.hit(CHAIN, 10, 0.0).checkpoint == 2
 
@@ -191,10 +193,10 @@ def test_failed_leg_takes_its_predictions_back_and_no_others():
     """What the worker confirmed, and what another leg will leave as well, stays."""
     index = make_exact(stored(0))
     index.predict(1, CHAIN[:4], num_checkpoints=0, expected_s=1.0, now_s=0.0)
-    index.predict(2, CHAIN[:2], num_checkpoints=0, expected_s=1.0, now_s=0.0)
-    assert index.heard(1, [(1, [stored(2)])], 0.0)
+    index.predict(2, CHAIN[:3], num_checkpoints=0, expected_s=1.0, now_s=0.0)
+    assert index.heard(1, [(1, [stored(1)])], 0.0)
     index.settle(1, went_well=False)
-    assert blocks_of(index) == 3, "0 and 2 are held, 1 is the second leg's"
+    assert blocks_of(index) == 3, "0 and 1 are held, 2 is the second leg's"
     index.settle(2, went_well=True)
     assert blocks_of(index) == 3
     index.settle(3, went_well=False)
@@ -267,3 +269,18 @@ def test_hit_ends_where_the_prompt_differs():
     other = block_hashes(ROOT, tokens)
     assert index.hit(other, 10, 0.0).blocks == 4
     assert index.hit([BlockHash(bytes(16))], 10, 0.0).blocks == 0
+
+
+def test_hit_is_the_same_by_halves_as_one_by_one(rng):
+    """Held blocks without holes, predicted ones behind them, check-points anywhere."""
+    for _ in range(300):
+        num_held, num_all = sorted(rng.randrange(len(CHAIN) + 1) for _ in range(2))
+        flags = [rng.random() < 0.3 for _ in range(len(CHAIN))]
+        index = make_exact(*(stored(number, flags[number]) for number in range(num_held)))
+        index.predict(1, CHAIN[:num_all], num_checkpoints=2, expected_s=1.0, now_s=0.0)
+        flags[num_held:] = [number >= num_all - 2 for number in range(num_held, len(CHAIN))]
+        limit, depth = rng.randrange(len(CHAIN) + 2), rng.randrange(1, len(CHAIN) + 2)
+        blocks = min(limit, num_all)
+        borders = [number + 1 for number in range(max(blocks - depth, 0), blocks) if flags[number]]
+        hit = index.hit(CHAIN, limit, 0.0, depth=depth)
+        assert (hit.blocks, hit.checkpoint) == (blocks, max(borders, default=0))
