@@ -10,9 +10,10 @@ from typing import ClassVar, TypeAlias
 
 from .errors import PeerError
 from .ids import TransferId
+from .sampling import MAX_CHOICES
 from .segments import SegmentRange
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the peer protocol; both ends of a link speak the same."""
 
 MAX_INDEX_RANGES = 256
@@ -22,6 +23,7 @@ MAX_DOCUMENT_BYTES = 1 << 20
 MAX_HASHES = 1 << 16
 MAX_ALIVE = 4096
 MAX_REASON_CHARS = 1000
+MAX_MORE_FIRST_TOKENS = MAX_CHOICES - 1
 
 
 class PeerFault(PeerError):
@@ -174,7 +176,9 @@ class Complete:
     computed_tokens: int
     cached_tokens: int
     ended: bool
-    """The first token ended the request: nothing to take."""
+    """The first token, of every choice, ended the request: nothing to take."""
+    more_first_tokens: tuple[int, ...] = ()
+    """Of choices 1 and up, with the same index."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+MAX_CHOICES = 128
+"""Of one prompt."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:

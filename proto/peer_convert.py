@@ -16,6 +16,7 @@ from ..core.peer import (
     MAX_INDEX_RANGES,
     MAX_METADATA_BYTES,
     MAX_MISSING_RANGES,
+    MAX_MORE_FIRST_TOKENS,
     MAX_REASON_CHARS,
     Beat,
     Cancel,
@@ -145,6 +146,7 @@ def to_holder(message: PeerMessage) -> pb.HolderMessage:
                     computed_tokens=message.computed_tokens,
                     cached_tokens=message.cached_tokens,
                     ended=message.ended,
+                    more_first_tokens=message.more_first_tokens,
                 )
             )
         case Gone(transfer_id, reason):
@@ -279,6 +281,7 @@ def from_holder(message: pb.HolderMessage) -> HolderMessage:
             )
         case "complete":
             complete = message.complete
+            _at_most(len(complete.more_first_tokens), MAX_MORE_FIRST_TOKENS, "further first tokens")
             return Complete(
                 transfer_id=_transfer(complete.transfer_id),
                 length=complete.length,
@@ -289,6 +292,7 @@ def from_holder(message: pb.HolderMessage) -> HolderMessage:
                 computed_tokens=complete.computed_tokens,
                 cached_tokens=complete.cached_tokens,
                 ended=complete.ended,
+                more_first_tokens=tuple(complete.more_first_tokens),
             )
         case "gone":
             return Gone(_transfer(message.gone.transfer_id), message.gone.reason[:MAX_REASON_CHARS])

@@ -122,7 +122,7 @@ class BlocksFinal:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillDone:
-    """The whole prompt is final in `pages` and the first token is known."""
+    """The whole prompt is final in `pages` and the first token of every choice is known."""
 
     transfer_id: TransferId
     pages: object
@@ -131,7 +131,9 @@ class PrefillDone:
     computed: int
     cached: int
     ended: bool
-    """The first token ended the request."""
+    """The first token, of every choice, ended the request."""
+    more_first_tokens: tuple[int, ...] = ()
+    """Of choices 1 and up."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,8 @@ class OpenPull:
     """Leading whole blocks that `pages` hold already."""
     block_hashes: tuple[bytes, ...] = ()
     """Of the held blocks; empty: not checked by the holder."""
+    num_choices: int = 1
+    """First tokens that must come: one for each."""
 
 
 @dataclass(frozen=True)
@@ -230,15 +234,18 @@ class Arrived:
     computed_tokens: int
     cached_tokens: int
     stats: TransferStats
+    more_first_tokens: tuple[int, ...] = ()
+    """Of choices 1 and up."""
 
 
 @dataclass(frozen=True)
 class NotNeeded:
-    """Taker: the first token ended the request. Nothing writes the pages any more; release them."""
+    """Taker: the first token, of every choice, ended the request. Nothing writes the pages any more; release them."""
 
     transfer_id: TransferId
     first_token: int
     first_index: int
+    more_first_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -584,6 +584,7 @@ class Holder:
             computed_tokens=done.computed,
             cached_tokens=done.cached,
             ended=done.ended,
+            more_first_tokens=done.more_first_tokens,
         )
 
     def _read(self, transfer_id: TransferId, buffer: int, buffer_gen: int) -> None:

@@ -159,6 +159,11 @@ class Journey:
     offered: bool = False
     opened: bool = False
 
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """One, two or three choices, each transfer its own tokens."""
+        return tuple(self.transfer_id[: 1 + self.transfer_id[-1] % 3])
+
 
 @dataclass
 class _Stream:
@@ -527,6 +532,7 @@ class World:
             pages=journey.target,
             length=journey.length,
             held_blocks=journey.held_blocks,
+            num_choices=len(journey.first_tokens),
         )
 
         def act() -> None:
@@ -567,7 +573,8 @@ class World:
         finished = PrefillDone(
             transfer_id=journey.transfer_id,
             pages=journey.source,
-            first_token=7,
+            first_token=journey.first_tokens[0],
+            more_first_tokens=journey.first_tokens[1:],
             first_index=0,
             computed=journey.length,
             cached=0,
@@ -626,6 +633,10 @@ class World:
         if journey.taker_end is not None:
             raise Broken("I3: the taker ended a transfer twice")
         journey.taker_end = event
+        if not isinstance(event, PullFailed) and (
+            (event.first_token, *event.more_first_tokens) != journey.first_tokens
+        ):
+            raise Broken("the first tokens are not those that were sampled")
         if isinstance(event, Arrived):
             if bytes(journey.target.data) != journey.truth:
                 raise Broken("I2: admitted pages differ from the truth")

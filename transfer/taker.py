@@ -417,6 +417,9 @@ class Taker:
         if last is not None and message.num_segments <= last.num_segments:
             self.stale_messages += 1
             return
+        num_first = 1 + len(message.more_first_tokens)
+        if num_first != transfer.order.num_choices:
+            raise PeerFault(f"{num_first} first tokens for {transfer.order.num_choices} choices")
         if message.ended:
             # Nothing to take, whatever was announced: the request is over on the holder's side.
             transfer.complete = message
@@ -575,6 +578,7 @@ class Taker:
             complete.computed_tokens,
             complete.cached_tokens,
             self._stats(transfer),
+            complete.more_first_tokens,
         )
         self._forget(transfer)
         self._actions.append(Deliver(arrived))
@@ -610,7 +614,10 @@ class Taker:
         if transfer.not_needed:
             assert transfer.complete is not None
             complete = transfer.complete
-            self._actions.append(Deliver(NotNeeded(transfer.transfer_id, complete.first_token, complete.first_index)))
+            not_needed = NotNeeded(
+                transfer.transfer_id, complete.first_token, complete.first_index, complete.more_first_tokens
+            )
+            self._actions.append(Deliver(not_needed))
         else:
             assert transfer.error is not None
             self._actions.append(Deliver(PullFailed(transfer.transfer_id, transfer.error, stats)))

@@ -59,7 +59,7 @@ HOLDER = [
     ),
     Complete(
         transfer_id=ID, length=1, num_segments=2, payload_bytes=1 << 40, first_token=4, first_index=5,
-        computed_tokens=6, cached_tokens=7, ended=True,
+        computed_tokens=6, cached_tokens=7, ended=True, more_first_tokens=tuple(range(127)),
     ),
     Gone(ID, "withdrawn"),
     Beat((ID,), ((ID, 100),)),
@@ -105,6 +105,7 @@ def test_taker_message_out_of_bounds_is_a_fault(message):
     [
         pb.HolderMessage(),
         pb.HolderMessage(gone=pb.Gone(transfer_id=b"")),
+        pb.HolderMessage(complete=pb.Complete(transfer_id=ID, more_first_tokens=range(128))),
         pb.HolderMessage(welcome=pb.PeerWelcome(worker_id="p", agent_metadata=bytes(70_000))),
         pb.HolderMessage(segment_ready=pb.SegmentReady(transfer_id=ID, index=[pb.Range(kind=1)] * 257)),
         pb.HolderMessage(segment_ready=pb.SegmentReady(transfer_id=ID, index=[pb.Range(kind=0)])),

@@ -61,12 +61,13 @@ class Bench:
     def blocks(self, num: int, computed: int = 0):
         return self.do(BlocksFinal(transfer_id=ID, num_blocks=num, pages="pages", computed_tokens=computed))
 
-    def done(self, ended: bool = False):
+    def done(self, ended: bool = False, more: tuple[int, ...] = ()):
         return self.do(
             PrefillDone(
-                transfer_id=ID, pages="pages", first_token=9, first_index=0, computed=LENGTH, cached=0, ended=ended
+                transfer_id=ID, pages="pages", first_token=9, first_index=0, computed=LENGTH, cached=0, ended=ended,
+                more_first_tokens=more,
             )
-        )
+        )  # fmt: skip
 
     def gathered(self, gather: Gather):
         return self.do(Gathered(gather.buffer, gather.buffer_gen, 1))
@@ -166,6 +167,15 @@ def test_complete_comes_after_the_last_announcement_with_the_totals():
     assert said[-1].payload_bytes == sum(message.payload_bytes for message in segments)
     assert [message.seq for message in segments] == list(range(6))
     assert (said[-1].first_token, said[-1].length, said[-1].computed_tokens) == (9, LENGTH, LENGTH)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_first_tokens_of_all_choices_go_with_complete(ends):
+    """Each time that it is said, and when there is nothing to take, too."""
+    bench = Bench()
+    bench.serving()
+    said = bench.run_gathers(bench.done(ends, (8, 7)))
+    assert (said[-1].first_token, said[-1].more_first_tokens) == (9, (8, 7))
 
 
 def test_taken_releases_the_pages():

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.config.tree import TransferSection
 from headrace.core.ids import Incarnation, TransferId, WorkerId
-from headrace.core.peer import Beat, Complete, Gone, Hello, LinkUp, Pull, Refusal, Taken, Welcome
+from headrace.core.peer import PROTOCOL, Beat, Complete, Gone, Hello, LinkUp, Pull, Refusal, Taken, Welcome
 from headrace.transfer.api import (
     CloseLink,
     Dial,
@@ -125,7 +125,7 @@ def welcome(**changes) -> Welcome:
 
 def hello(**changes) -> Hello:
     message = Hello(
-        protocol=1,
+        protocol=PROTOCOL,
         worker_id="d",
         incarnation=77,
         fingerprint=b"same",
@@ -430,7 +430,7 @@ def test_holder_welcomes_and_is_up_with_link_up():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"protocol": 2}, "protocol"),
+        ({"protocol": PROTOCOL + 1}, "protocol"),
         ({"holder_incarnation": 78}, "incarnation"),
         ({"fingerprint": b"other", "document": '{"layout": "other"}'}, "fingerprint"),
         ({"window": 0}, "bounds"),

@@ -312,9 +312,9 @@ def test_what_lacks_at_complete_is_missing():
     assert failed(bench.says(complete(len(SEGMENTS) + 2)))
 
 
-@pytest.mark.parametrize("changes", [{"length": 701}, {"num_segments": 0}])
+@pytest.mark.parametrize("changes", [{"length": 701}, {"num_segments": 0}, {"more_first_tokens": (8,)}])
 def test_complete_that_contradicts_what_came_is_a_fault(changes):
-    """Another length, or fewer segments than were announced."""
+    """Another length, fewer segments than were announced, or first tokens of choices that nobody asked for."""
     bench = Bench()
     bench.taking()
     bench.take(0)
@@ -328,6 +328,23 @@ def test_first_token_that_ends_the_request_ends_the_pull_without_an_error():
     bench.says(ready(0))
     assert told(bench.says(complete(ended=True))) == [NotNeeded(ID, 9, 0)]
     assert bench.buffers.counts()["held"] == 1
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_first_tokens_of_all_choices_come_with_one_transfer(ended):
+    """As many as the pull wants; one too few, and nothing is admitted."""
+    bench = Bench()
+    bench.do(dataclasses.replace(ORDER, num_choices=3))
+    bench.says(Serving(ID, LENGTH))
+    for seq in range(len(SEGMENTS)):
+        bench.take(seq)
+    (event,) = told(bench.says(complete(ended=ended, more_first_tokens=(8, 7))))
+    assert isinstance(event, NotNeeded if ended else Arrived)
+    assert (event.first_token, event.more_first_tokens) == (9, (8, 7))
+    bench = Bench()
+    bench.do(dataclasses.replace(ORDER, num_choices=3))
+    bench.says(Serving(ID, LENGTH))
+    assert failed(bench.says(complete(ended=ended, more_first_tokens=(8,))))
 
 
 @pytest.mark.parametrize(
