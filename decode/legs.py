@@ -1,8 +1,8 @@
 """GENERATE legs (reserve, pull, decode) and LOCAL legs (both phases here).
 
 A GENERATE leg takes its credits first, then pulls; its pages stay bound until the transfer thread has said that no
-scatter writes them any more, however early the leg ended. What is said to the router does not wait for that. No I/O;
-time is passed in.
+scatter writes them any more, however early the leg ended. What is said to the router does not wait for that. Several
+choices share one pull and one end: each that ends before the last is told by itself. No I/O; time is passed in.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from ..worker.leg import (
     RELEASE_S,
     RESERVE_S,
     Abort,
+    AbortChoice,
     Action,
     Alarm,
+    ChoiceFinished,
     Due,
     Failed,
     Finished,
@@ -61,21 +63,27 @@ class Event(Enum):
     CHUNK = "chunk"
     SCORED = "scored"
     TOKEN = "token"
+    CHOICE_FINISHED = "choice_finished"
+    """One of several choices; others go on."""
     FINISHED = "finished"
     BROKEN = "broken"
     """The engine failed it."""
     ARRIVED = "arrived"
     NOT_NEEDED = "not_needed"
-    """The first token ended the request."""
+    """The first token, of every choice, ended the request."""
     PULL_FAILED = "pull_failed"
     ABORT = "abort"
+    ABORT_CHOICE = "abort_choice"
+    """One of several choices is needed no more."""
     DUE = "due"
 
 
 P, E = Phase, Event
 
 GENERATE_NEXT: dict[Phase, dict[Event, Phase]] = {
+    # A choice that is needed no more before it exists is kept in mind: what its first token holds is known early.
     P.RESERVING: {
+        E.ABORT_CHOICE: P.RESERVING,
         E.RESERVED: P.PULLING,
         E.REFUSED: P.ENDED,
         E.BROKEN: P.ENDED,
@@ -83,6 +91,7 @@ GENERATE_NEXT: dict[Phase, dict[Event, Phase]] = {
         E.DUE: P.ENDED,
     },
     P.PULLING: {
+        E.ABORT_CHOICE: P.PULLING,
         E.ARRIVED: P.DECODING,
         E.NOT_NEEDED: P.ENDED,
         E.PULL_FAILED: P.ENDED,
@@ -92,6 +101,8 @@ GENERATE_NEXT: dict[Phase, dict[Event, Phase]] = {
     },
     P.DECODING: {
         E.TOKEN: P.DECODING,
+        E.CHOICE_FINISHED: P.DECODING,
+        E.ABORT_CHOICE: P.DECODING,
         E.FINISHED: P.ENDED,
         E.BROKEN: P.ENDED,
         E.ABORT: P.ENDED,
@@ -99,6 +110,7 @@ GENERATE_NEXT: dict[Phase, dict[Event, Phase]] = {
     },
     # The client is gone, yet a scatter may still run: the pages stay bound until the pull has answered, either way.
     P.CLOSING: {
+        E.ABORT_CHOICE: P.CLOSING,
         E.ARRIVED: P.ENDED,
         E.NOT_NEEDED: P.ENDED,
         E.PULL_FAILED: P.ENDED,
@@ -111,6 +123,7 @@ GENERATE_NEXT: dict[Phase, dict[Event, Phase]] = {
 
 LOCAL_NEXT: dict[Phase, dict[Event, Phase]] = {
     P.RESERVING: {
+        E.ABORT_CHOICE: P.RESERVING,
         E.RESERVED: P.RUNNING,
         E.REFUSED: P.ENDED,
         E.BROKEN: P.ENDED,
@@ -122,6 +135,8 @@ LOCAL_NEXT: dict[Phase, dict[Event, Phase]] = {
         E.CHUNK: P.RUNNING,
         E.SCORED: P.RUNNING,
         E.TOKEN: P.RUNNING,
+        E.CHOICE_FINISHED: P.RUNNING,
+        E.ABORT_CHOICE: P.RUNNING,
         E.FINISHED: P.ENDED,
         E.BROKEN: P.ENDED,
         E.ABORT: P.ENDED,
@@ -146,6 +161,8 @@ class GenerateLeg:
         self._wait_s: float | None = now_s + RESERVE_S
         self._num_pages = 0
         self._held_tokens = 0
+        self._unwanted: list[int] = []
+        """Choices that the router needs no more, until there are choices."""
 
     @property
     def due_s(self) -> float | None:
@@ -166,7 +183,7 @@ class GenerateLeg:
         ]
 
     def handle(self, event: LegEvent, now_s: float) -> list[Action]:
-        before, self.phase = self.phase, GENERATE_NEXT[self.phase][_KINDS[type(event)]]
+        before, self.phase = self.phase, GENERATE_NEXT[self.phase][_kind(event)]
         release: list[Action] = [ToEngine(engine.Release(self._key))]
         stop: list[Action] = [ToEngine(engine.AbortSequence(self._key))]
         if before is P.CLOSING:
@@ -175,20 +192,29 @@ class GenerateLeg:
             case engine.Reserved(_, held_tokens, pages):
                 self._wait_s = None
                 return self._pull(held_tokens, pages)
-            case transfer.Arrived(_, first_token, first_index, stats=stats):
+            case transfer.Arrived(_, first_token, first_index, stats=stats, more_first_tokens=more):
                 return [
                     Say(SaidTransferred(stats, self._num_pages, self._held_tokens)),
-                    ToEngine(engine.Admit(self._key, first_token, first_index)),
+                    ToEngine(engine.Admit(self._key, first_token, first_index, more)),
+                    *(ToEngine(engine.AbortChoice(self._key, choice)) for choice in self._unwanted),
                 ]
-            case transfer.NotNeeded(_, first_token, _):
-                return [*stop, *release, Say(_ended_by(first_token, self._order.sampling))]
+            case transfer.NotNeeded(_, first_token, _, more):
+                return [*stop, *release, *_all_ended_by((first_token, *more), self._order.sampling)]
             case transfer.PullFailed(_, error):
                 return [*stop, *release, Say(Failed(error))]
-            case engine.TokenSampled(_, index, token, logprobs):
-                return [Say(SaidToken(index, token, logprobs))]
-            case engine.SequenceFinished():
+            case engine.TokenSampled(_, index, token, logprobs, choice):
+                return [Say(SaidToken(index, token, logprobs, choice))]
+            case engine.SequenceFinished(last=True):
                 # Nothing of the prompt was computed here.
-                return [Say(Finished(event.reason, event.stop_token_id))]
+                return [Say(Finished(event.reason, event.stop_token_id, choice=event.choice))]
+            case engine.SequenceFinished():
+                return [Say(ChoiceFinished(event.choice, event.reason, event.stop_token_id))]
+            case AbortChoice(choice):
+                if before is P.DECODING:
+                    return [ToEngine(engine.AbortChoice(self._key, choice))]
+                if choice not in self._unwanted:
+                    self._unwanted.append(choice)
+                return []
             case engine.Refused(_, error):
                 return [Say(Failed(error))]
             case engine.SequenceFailed(_, error):
@@ -220,6 +246,7 @@ class GenerateLeg:
                     pages=pages,
                     length=len(self._order.prompt),
                     held_blocks=held_blocks,
+                    num_choices=self._order.num_choices,
                 )
             ),
         ]
@@ -252,6 +279,10 @@ class LocalLeg:
         self._order = order
         self._begun_s = now_s
         self._end_s = now_s + order.timeout_s
+        self._has_choices = False
+        """Their first tokens are sampled."""
+        self._unwanted: list[int] = []
+        """Choices that the router needs no more, until there are choices."""
 
     @property
     def due_s(self) -> float | None:
@@ -265,7 +296,7 @@ class LocalLeg:
         return [ToEngine(engine.Submit(self._order.engine_request(self._key)))]
 
     def handle(self, event: LegEvent, now_s: float) -> list[Action]:
-        self.phase = LOCAL_NEXT[self.phase][_KINDS[type(event)]]
+        self.phase = LOCAL_NEXT[self.phase][_kind(event)]
         match event:
             case engine.Reserved(_, held_tokens):
                 return [Say(SaidReserved(held_tokens))]
@@ -275,10 +306,24 @@ class LocalLeg:
                 return []
             case engine.PromptScored(_, first_position, tokens, several):
                 return [Say(SaidPrompt(first_position, tokens, several))]
-            case engine.TokenSampled(_, index, token, logprobs):
-                return [Say(SaidToken(index, token, logprobs))]
+            case engine.TokenSampled(_, index, token, logprobs, choice):
+                self._has_choices = True
+                unwanted, self._unwanted = self._unwanted, []
+                stop = [ToEngine(engine.AbortChoice(self._key, other)) for other in unwanted]
+                return [Say(SaidToken(index, token, logprobs, choice)), *stop]
+            case engine.SequenceFinished(last=True):
+                finished = Finished(
+                    event.reason, event.stop_token_id, event.prefill_s, event.computed_tokens, event.choice
+                )
+                return [Say(finished)]
             case engine.SequenceFinished():
-                return [Say(Finished(event.reason, event.stop_token_id, event.prefill_s, event.computed_tokens))]
+                return [Say(ChoiceFinished(event.choice, event.reason, event.stop_token_id))]
+            case AbortChoice(choice):
+                if self._has_choices:
+                    return [ToEngine(engine.AbortChoice(self._key, choice))]
+                if choice not in self._unwanted:
+                    self._unwanted.append(choice)
+                return []
             case engine.Refused(_, error) | engine.SequenceFailed(_, error):
                 return [Say(Failed(error))]
             case Abort(error):
@@ -289,13 +334,28 @@ class LocalLeg:
                 raise AssertionError(event)
 
 
-def _ended_by(token: int, sampling: SamplingParams) -> Finished:
-    """Why a request that its first token ended has ended: the rule that the holder's engine followed."""
+def _all_ended_by(tokens: tuple[int, ...], sampling: SamplingParams) -> list[Action]:
+    """Every choice was ended by its first token."""
+    *others, (reason, stop_token_id) = (_ended_by(token, sampling) for token in tokens)
+    return [
+        *(Say(ChoiceFinished(choice, *why)) for choice, why in enumerate(others)),
+        Say(Finished(reason, stop_token_id, choice=len(others))),
+    ]
+
+
+def _ended_by(token: int, sampling: SamplingParams) -> tuple[FinishReason, int | None]:
+    """Why its first token ended a choice, and the stop id: the rule that the holder's engine followed."""
     if token in sampling.stop_token_ids:
-        return Finished(FinishReason.STOP, stop_token_id=token)
+        return FinishReason.STOP, token
     if token in sampling.eos_token_ids and not sampling.ignore_eos:
-        return Finished(FinishReason.STOP)
-    return Finished(FinishReason.LENGTH)
+        return FinishReason.STOP, None
+    return FinishReason.LENGTH, None
+
+
+def _kind(event: LegEvent) -> Event:
+    if isinstance(event, engine.SequenceFinished) and not event.last:
+        return E.CHOICE_FINISHED
+    return _KINDS[type(event)]
 
 
 _KINDS: dict[type, Event] = {
@@ -311,6 +371,7 @@ _KINDS: dict[type, Event] = {
     transfer.NotNeeded: E.NOT_NEEDED,
     transfer.PullFailed: E.PULL_FAILED,
     Abort: E.ABORT,
+    AbortChoice: E.ABORT_CHOICE,
     Due: E.DUE,
 }
 

@@ -1,4 +1,4 @@
-"""PREFILL legs: compute the prompt once a taker wants it, send the first token, serve the pages, give them back.
+"""PREFILL legs: compute the prompt once a taker wants it, send the first tokens, serve the pages, give them back.
 
 The taker's Pull and this leg's credits come in either order. How long an offer waits for its Pull, and a Pull for its
 turn, the transfer thread bounds (`offer_wait_s`, `queue_budget_s`); the whole leg is bounded here. Pages go
@@ -19,6 +19,7 @@ from ..transfer import api as transfer
 from ..worker.leg import (
     RELEASE_S,
     Abort,
+    AbortChoice,
     Action,
     Alarm,
     Due,
@@ -63,7 +64,7 @@ class Event(Enum):
     TOKEN = "token"
     PREFILLED = "prefilled"
     FINISHED = "finished"
-    """The first token ended the request."""
+    """The first token, of every choice, ended the request."""
     BROKEN = "broken"
     """The engine failed it."""
     SERVED = "served"
@@ -71,6 +72,8 @@ class Event(Enum):
     GONE = "gone"
     """The transfer thread is done with it, and the taker has not got it."""
     ABORT = "abort"
+    ABORT_CHOICE = "abort_choice"
+    """The first tokens are sampled together: the decode worker's business alone."""
     DUE = "due"
 
 
@@ -78,6 +81,7 @@ P, E = Phase, Event
 
 NEXT: dict[Phase, dict[Event, Phase]] = {
     P.QUEUED: {
+        E.ABORT_CHOICE: P.QUEUED,
         E.RESERVED: P.READY,
         E.WANTED: P.WANTED,
         E.REFUSED: P.CLOSING,
@@ -87,6 +91,7 @@ NEXT: dict[Phase, dict[Event, Phase]] = {
         E.DUE: P.CLOSING,
     },
     P.WANTED: {
+        E.ABORT_CHOICE: P.WANTED,
         E.RESERVED: P.COMPUTING,
         E.REFUSED: P.CLOSING,
         E.BROKEN: P.CLOSING,
@@ -95,6 +100,7 @@ NEXT: dict[Phase, dict[Event, Phase]] = {
         E.DUE: P.CLOSING,
     },
     P.READY: {
+        E.ABORT_CHOICE: P.READY,
         E.WANTED: P.COMPUTING,
         E.BROKEN: P.CLOSING,
         E.GONE: P.ENDED,
@@ -102,6 +108,7 @@ NEXT: dict[Phase, dict[Event, Phase]] = {
         E.DUE: P.CLOSING,
     },
     P.COMPUTING: {
+        E.ABORT_CHOICE: P.COMPUTING,
         E.STARTED: P.COMPUTING,
         E.CHUNK: P.COMPUTING,
         E.SCORED: P.COMPUTING,
@@ -113,7 +120,13 @@ NEXT: dict[Phase, dict[Event, Phase]] = {
         E.ABORT: P.CLOSING,
         E.DUE: P.CLOSING,
     },
-    P.SERVING: {E.SERVED: P.ENDED, E.GONE: P.ENDED, E.ABORT: P.CLOSING, E.DUE: P.CLOSING},
+    P.SERVING: {
+        E.ABORT_CHOICE: P.SERVING,
+        E.SERVED: P.ENDED,
+        E.GONE: P.ENDED,
+        E.ABORT: P.CLOSING,
+        E.DUE: P.CLOSING,
+    },
     # Both threads may have spoken before they heard of the end.
     P.CLOSING: {
         **{event: P.CLOSING for event in Event if event not in (E.SERVED, E.GONE)},
@@ -141,7 +154,8 @@ class PrefillLeg:
         self._cached_tokens = 0
         self._held = engine.Reserved(key, 0, SequencePages())
         """What the engine had already when it took credits."""
-        self._first: engine.TokenSampled | None = None
+        self._first: dict[int, engine.TokenSampled] = {}
+        """By choice."""
         self._done: Finished | None = None
 
     @property
@@ -203,9 +217,11 @@ class PrefillLeg:
                 ]
             case engine.PromptScored(_, first_position, tokens, logprobs):
                 return [Say(SaidPrompt(first_position, tokens, logprobs))]
-            case engine.TokenSampled(_, index, token, logprobs_of):
-                self._first = event
-                return [Say(SaidToken(index, token, logprobs_of))]
+            case engine.TokenSampled(_, index, token, logprobs_of, choice):
+                self._first[choice] = event
+                return [Say(SaidToken(index, token, logprobs_of, choice))]
+            case AbortChoice():
+                return []
             case engine.SequenceFinished():
                 return self._prefilled(event, now_s)
             case transfer.Ended(_, outcome, reason):
@@ -228,17 +244,18 @@ class PrefillLeg:
                 raise AssertionError(event)
 
     def _prefilled(self, event: engine.SequenceFinished, now_s: float) -> list[Action]:
-        assert self._first is not None
+        first, *more = (self._first[choice] for choice in range(self._order.num_choices))
         self._done = Finished(event.reason, event.stop_token_id, event.prefill_s, event.computed_tokens)
         served = ToTransfer(
             transfer.PrefillDone(
                 transfer_id=self._transfer_id,
                 pages=event.pages,
-                first_token=self._first.token,
-                first_index=self._first.index,
+                first_token=first.token,
+                first_index=first.index,
                 computed=event.computed_tokens,
                 cached=self._cached_tokens,
                 ended=event.reason is not None,
+                more_first_tokens=tuple(token.token for token in more),
             )
         )
         if event.reason is None:
@@ -281,6 +298,7 @@ _KINDS: dict[type, Event] = {
     engine.SequenceFailed: E.BROKEN,
     transfer.Wanted: E.WANTED,
     Abort: E.ABORT,
+    AbortChoice: E.ABORT_CHOICE,
     Due: E.DUE,
 }
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import grpc
 
 from ..core.errors import BY_REASON, HeadraceError, PeerError, RequestError
-from ..core.sampling import FinishReason, SamplingParams, TokenLogprobs
+from ..core.sampling import MAX_CHOICES, FinishReason, SamplingParams, TokenLogprobs
 from .internal.v1 import engine_pb2 as pb
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the session protocol; both ends must say the same."""
 
 MAX_MESSAGE_TEXT = 1000
@@ -169,9 +169,20 @@ def sampling_from_message(message: pb.Sampling) -> SamplingParams:
     )
 
 
-def token_to_message(index: int, token: int, logprobs: TokenLogprobs | None) -> pb.Token:
+def seeds_from_message(message: pb.Submit) -> tuple[int, ...]:
+    """The seeds of several choices.
+
+    Raises:
+        RequestError: too many.
+    """
+    if len(message.seeds) > MAX_CHOICES:
+        raise RequestError(f"{len(message.seeds)} choices, at most {MAX_CHOICES}", param="seeds")
+    return tuple(message.seeds)
+
+
+def token_to_message(index: int, token: int, logprobs: TokenLogprobs | None, choice: int = 0) -> pb.Token:
     """One output token (index = output index) or one scored prompt token (index = prompt position)."""
-    message = pb.Token(index=index, id=token)
+    message = pb.Token(index=index, id=token, choice=choice)
     if logprobs is not None:
         message.logprob = logprobs.logprob
         message.rank = logprobs.rank
@@ -195,12 +206,12 @@ _REASON_TO_MESSAGE = {
 
 
 def finish_to_message(reason: FinishReason | None) -> pb.Finished.Reason:
-    """None is a PREFILL leg whose pages were taken."""
-    return pb.Finished.REASON_PREFILLED if reason is None else _REASON_TO_MESSAGE[reason]
+    """None: a PREFILL leg's pages were taken; or the router ended one of several choices."""
+    return pb.Finished.REASON_NONE if reason is None else _REASON_TO_MESSAGE[reason]
 
 
-def finish_from_message(message: pb.Finished) -> FinishReason | None:
-    """None is a PREFILL leg whose pages were taken.
+def finish_from_message(message: pb.Finished | pb.ChoiceFinished) -> FinishReason | None:
+    """None: a PREFILL leg's pages were taken; or the router ended one of several choices.
 
     Raises:
         RequestError: the reason is none that this release knows.
@@ -208,6 +219,6 @@ def finish_from_message(message: pb.Finished) -> FinishReason | None:
     for reason, number in _REASON_TO_MESSAGE.items():
         if message.reason == number:
             return reason
-    if message.reason == pb.Finished.REASON_PREFILLED:
+    if message.reason == pb.Finished.REASON_NONE:
         return None
     raise RequestError(f"unknown finish reason {message.reason}")

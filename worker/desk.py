@@ -19,6 +19,7 @@ from ..engine import api as engine
 from ..transfer import api as transfer
 from .leg import (
     Abort,
+    AbortChoice,
     Alarm,
     Due,
     Failed,
@@ -135,6 +136,12 @@ class Desk:
         key = self._by_leg.get((listener, leg_id))
         if key is not None:
             self._tell(self._seats[key], Abort(error), now_s)
+
+    def abort_choice(self, listener: Listener, leg_id: int, choice: int, now_s: float) -> None:
+        """End one choice of a leg; one that is over already, or never was, is nothing."""
+        key = self._by_leg.get((listener, leg_id))
+        if key is not None and choice < self._seats[key].order.num_choices:
+            self._tell(self._seats[key], AbortChoice(choice), now_s)
 
     def leave(self, listener: Listener, error: HeadraceError, now_s: float) -> int:
         """A router is gone: end all of its legs, and speak to it no more. How many were open."""

@@ -9,7 +9,7 @@ from ..core.errors import PromptTooLong, RequestError
 from ..core.ids import Incarnation, TransferId, WorkerId
 from ..core.sampling import SamplingParams
 from ..engine.api import LegKind
-from ..proto.engine_convert import sampling_from_message
+from ..proto.engine_convert import sampling_from_message, seeds_from_message
 from ..proto.internal.v1 import engine_pb2 as pb
 from .leg import Holder, LegOrder
 
@@ -68,6 +68,7 @@ class Intake:
             timeout_s=min(submit.timeout_s or MAX_TIMEOUT_S, MAX_TIMEOUT_S),
             transfer_id=TransferId(submit.transfer_id) if needs_transfer else None,
             holder=self._holder(submit.holder) if kind is LegKind.GENERATE else None,
+            seeds=seeds_from_message(submit),
         )
 
     def _check_tokens(self, prompt: tuple[int, ...], num_output_tokens: int, sampling: SamplingParams) -> None:

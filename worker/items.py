@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from ..proto.engine_convert import error_to_message, finish_to_message, token_to_message
 from ..proto.internal.v1 import engine_pb2 as pb
-from .leg import Failed, Finished, SaidPrompt, SaidReserved, SaidStarted, SaidToken, SaidTransferred, Word
+from .leg import (
+    ChoiceFinished,
+    Failed,
+    Finished,
+    SaidPrompt,
+    SaidReserved,
+    SaidStarted,
+    SaidToken,
+    SaidTransferred,
+    Word,
+)
 
 
 def weight(word: Word) -> int:
@@ -21,8 +31,12 @@ def weight(word: Word) -> int:
 def merge(item: pb.LegItem, word: Word) -> None:
     """Add `word` to what `item` says already."""
     match word:
-        case SaidToken(index, token, logprobs):
-            item.tokens.append(token_to_message(index, token, logprobs))
+        case SaidToken(index, token, logprobs, choice):
+            item.tokens.append(token_to_message(index, token, logprobs, choice))
+        case ChoiceFinished(choice, reason, stop_token_id):
+            item.choices.append(
+                pb.ChoiceFinished(choice=choice, reason=finish_to_message(reason), stop_token_id=stop_token_id)
+            )
         case SaidReserved(held_tokens):
             item.reserved.CopyFrom(pb.Reserved(held_tokens=held_tokens))
         case SaidStarted(cached_tokens, queued_s):
@@ -45,13 +59,14 @@ def merge(item: pb.LegItem, word: Word) -> None:
                     transport=stats.transport,
                 )
             )
-        case Finished(reason, stop_token_id, prefill_s, computed_tokens):
+        case Finished(reason, stop_token_id, prefill_s, computed_tokens, choice):
             item.finished.CopyFrom(
                 pb.Finished(
                     reason=finish_to_message(reason),
                     stop_token_id=stop_token_id,
                     prefill_s=prefill_s,
                     computed_tokens=computed_tokens,
+                    choice=choice,
                 )
             )
         case Failed(error):

@@ -49,6 +49,12 @@ class LegOrder:
     """PREFILL and GENERATE."""
     holder: Holder | None = None
     """GENERATE."""
+    seeds: tuple[int, ...] = ()
+    """One choice for each; empty: one choice with the sampling's seed."""
+
+    @property
+    def num_choices(self) -> int:
+        return max(1, len(self.seeds))
 
     def engine_request(self, key: int) -> engine.EngineRequest:
         return engine.EngineRequest(
@@ -59,6 +65,7 @@ class LegOrder:
             sampling=self.sampling,
             namespace=self.namespace,
             priority=self.priority,
+            seeds=self.seeds,
         )
 
 
@@ -73,6 +80,13 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class AbortChoice:
+    """The router needs no more of one choice; the others go on. GENERATE and LOCAL."""
+
+    choice: int
+
+
+@dataclass(frozen=True)
 class Due:
     """`due_s` has passed."""
 
@@ -82,7 +96,7 @@ TransferLegEvent: TypeAlias = (
 )
 """Of the transfer thread's events those that name a transfer; links are no leg's business."""
 
-LegEvent: TypeAlias = engine.SequenceEvent | TransferLegEvent | Abort | Due
+LegEvent: TypeAlias = engine.SequenceEvent | TransferLegEvent | Abort | AbortChoice | Due
 
 # ---- what a leg says to its router ----
 
@@ -103,6 +117,16 @@ class SaidToken:
     index: int
     token: int
     logprobs: TokenLogprobs | None
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class ChoiceFinished:
+    """One of several choices has ended, others go on. `reason` None: the router ended it."""
+
+    choice: int
+    reason: FinishReason | None
+    stop_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,22 +146,27 @@ class SaidTransferred:
 
 @dataclass(frozen=True)
 class Finished:
-    """Terminal, good. `reason` None: PREFILL, its pages were taken; the request goes on elsewhere."""
+    """Terminal, good. `reason` None: PREFILL, its pages were taken; the request goes on elsewhere. Or the router ended
+    the last choice by name."""
 
     reason: FinishReason | None
     stop_token_id: int | None = None
     prefill_s: float = 0.0
     computed_tokens: int = 0
+    choice: int = 0
+    """The last one of several."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Terminal, bad."""
+    """Terminal, bad: for all choices that go on."""
 
     error: HeadraceError
 
 
-Word: TypeAlias = SaidReserved | SaidStarted | SaidToken | SaidPrompt | SaidTransferred | Finished | Failed
+Word: TypeAlias = (
+    SaidReserved | SaidStarted | SaidToken | SaidPrompt | SaidTransferred | ChoiceFinished | Finished | Failed
+)
 
 # ---- actions ----
 

@@ -249,7 +249,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 else:
                     self._desk.submit(session, submit.leg, order, now_s)
             case "abort":
-                self._desk.abort(session, message.abort.leg, Cancelled("aborted by the router"), now_s)
+                abort = message.abort
+                if abort.HasField("choice"):
+                    self._desk.abort_choice(session, abort.leg, abort.choice, now_s)
+                else:
+                    self._desk.abort(session, abort.leg, Cancelled("aborted by the router"), now_s)
             case "beat":
                 pass
             case kind:

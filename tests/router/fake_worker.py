@@ -290,7 +290,7 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
                 self.cluster.first_token(submit.transfer_id).set_result(ended)
                 return
             self.cluster.first_token(submit.transfer_id).set_result(None)
-            say(finished=pb.Finished(reason=pb.Finished.REASON_PREFILLED, prefill_s=0.01))
+            say(finished=pb.Finished(reason=pb.Finished.REASON_NONE, prefill_s=0.01))
             return
         say(reserved=pb.Reserved(held_tokens=0))
         index = done

@@ -19,7 +19,7 @@ from headrace.engine import api as engine
 from headrace.engine.api import LegKind
 from headrace.kvcache.sequence import SequencePages
 from headrace.transfer import api as transfer
-from headrace.worker.leg import Failed, Finished, SaidToken
+from headrace.worker.leg import ChoiceFinished, Failed, Finished, SaidToken
 
 STATS = transfer.TransferStats()
 
@@ -29,11 +29,13 @@ class Sequence:
     """One sequence of the model engine."""
 
     kind: LegKind
-    phase: str = "queued"
-    """queued, ready, landing, running, held"""
+    open: dict[int, int]
+    """Choices that go on, and the index of what each says next."""
     started: bool = False
     computed: int = 0
-    index: int = 0
+    has_choices: bool = False
+    phase: str = "queued"
+    """queued, ready, landing, running, held"""
 
 
 class SimEngine:
@@ -64,7 +66,9 @@ class SimEngine:
             if self.rng.random() < 0.1:
                 self.outbox.append(engine.Refused(key, NoFreePages("full")))
             else:
-                self.sequences[key] = Sequence(command.request.kind)
+                self.sequences[key] = Sequence(
+                    command.request.kind, dict.fromkeys(range(command.request.num_choices), 0)
+                )
             return
         sequence = self.sequences.get(command.key)
         if sequence is None:
@@ -76,7 +80,14 @@ class SimEngine:
             case engine.Admit():
                 assert sequence.phase == "landing"
                 assert command.key not in self.touched_by_others
-                sequence.phase, sequence.index = "running", command.first_index + 1
+                assert 1 + len(command.more_first_tokens) == len(sequence.open)
+                sequence.phase, sequence.has_choices = "running", True
+                sequence.open = dict.fromkeys(sequence.open, command.first_index + 1)
+            case engine.AbortChoice(key, choice):
+                assert sequence.has_choices
+                assert sequence.kind is not LegKind.PREFILL
+                if choice in sequence.open:
+                    self._finish(key, sequence, choice, None)
             case engine.Release(key):
                 assert sequence.phase in ("held", "landing"), f"released while {sequence.phase}"
                 self._free(key)
@@ -119,15 +130,26 @@ class SimEngine:
             self.outbox.append(engine.ChunkDone(key, sequence.computed, pages))
             if sequence.computed < 600:
                 return
-        self.outbox.append(engine.TokenSampled(key, sequence.index, 9, None))
-        sequence.index += 1
-        over = sequence.index >= 4 or self.rng.random() < 0.15
-        reason = FinishReason.LENGTH if over else None
+        # The first tokens come together, later ones in any order.
+        choices = list(sequence.open) if not sequence.has_choices else [self.rng.choice(list(sequence.open))]
+        sequence.has_choices = True
+        for choice in choices:
+            self.outbox.append(engine.TokenSampled(key, sequence.open[choice], 9, None, choice))
+            sequence.open[choice] += 1
         if sequence.kind is LegKind.PREFILL:
+            reason = FinishReason.LENGTH if self.rng.random() < 0.15 else None
             sequence.phase = "held"
             self.outbox.append(engine.SequenceFinished(key, reason, None, 600, 0.1, pages))
-        elif over:
-            self.outbox.append(engine.SequenceFinished(key, reason, None, 600, 0.1, None))
+            return
+        for choice in choices:
+            if sequence.open[choice] >= 4 or self.rng.random() < 0.15:
+                self._finish(key, sequence, choice, FinishReason.LENGTH)
+
+    def _finish(self, key: int, sequence: Sequence, choice: int, reason: FinishReason | None) -> None:
+        del sequence.open[choice]
+        last = not sequence.open
+        self.outbox.append(engine.SequenceFinished(key, reason, None, 600, 0.1, None, choice, last))
+        if last:
             self._free(key)
 
 
@@ -138,6 +160,7 @@ class Side:
     key: int
     stage: str
     """Holder: offered, wanted, done. Taker: pulling."""
+    num_choices: int = 1
     ended: bool = False
 
 
@@ -189,7 +212,7 @@ class SimTransfer:
                     self._end(transfer_id, transfer.Outcome.ENDED)
             case transfer.OpenPull():
                 key = self.key_of[command.transfer_id]
-                self.taking[command.transfer_id] = Side(key, "pulling")
+                self.taking[command.transfer_id] = Side(key, "pulling", command.num_choices)
                 self.touched.add(key)
             case transfer.CancelPull(transfer_id):
                 if transfer_id in self.taking:
@@ -210,12 +233,13 @@ class SimTransfer:
 
     def _take_on(self, transfer_id: Any) -> None:
         draw = self.rng.random()
+        more = (9,) * (self.taking[transfer_id].num_choices - 1)
         if draw < 0.1:
             self._answer(transfer_id, transfer.PullFailed(transfer_id, TransferFailed("gone"), STATS))
         elif draw < 0.15:
-            self._answer(transfer_id, transfer.NotNeeded(transfer_id, 9, 0))
+            self._answer(transfer_id, transfer.NotNeeded(transfer_id, 9, 0, more))
         elif draw < 0.4:
-            self._answer(transfer_id, transfer.Arrived(transfer_id, 9, 0, 600, 0, STATS))
+            self._answer(transfer_id, transfer.Arrived(transfer_id, 9, 0, 600, 0, STATS, more))
 
     def _answer(self, transfer_id: Any, event: Any) -> None:
         self.touched.discard(self.taking.pop(transfer_id).key)
@@ -252,7 +276,13 @@ class World:
     def submit(self, number: int) -> None:
         kind = self.rng.choice(list(LegKind))
         ear = self.rng.choice(self.ears)
-        order = self.make_order(kind, number, prompt=(number, *range(599)), timeout_s=self.rng.choice([5.0, 500.0]))
+        order = self.make_order(
+            kind,
+            number,
+            prompt=(number, *range(599)),
+            timeout_s=self.rng.choice([5.0, 500.0]),
+            seeds=tuple(range(self.rng.choice([0, 0, 2, 3]))),
+        )
         self.ids[order.prompt] = order.transfer_id
         self.legs.append((ear, number))
         self.rig.desk.submit(ear, number, order, self.now_s)
@@ -291,6 +321,9 @@ class World:
             self.ears[at] = self.make_ear()
         elif self.legs:
             ear, number = self.rng.choice(self.legs)
+            if self.rng.random() < 0.7:
+                self.rig.desk.abort_choice(ear, number, self.rng.randrange(4), self.now_s)
+                return
             for _ in range(self.rng.choice([1, 1, 2])):
                 self.rig.desk.abort(ear, number, Cancelled("aborted"), self.now_s)
 
@@ -309,6 +342,20 @@ class World:
                 self.rig.desk.on_time(self.now_s)
                 self.drain()
         raise AssertionError(f"{self.rig.desk.num_legs} legs never ended")
+
+
+def check_choices(words: list[Any]) -> None:
+    """Each choice counts its tokens upwards and ends at most once, after its last token."""
+    ended: set[int] = set()
+    indices: dict[int, list[int]] = {}
+    for word in words:
+        if isinstance(word, SaidToken):
+            assert word.choice not in ended
+            indices.setdefault(word.choice, []).append(word.index)
+        elif isinstance(word, ChoiceFinished | Finished):
+            assert word.choice not in ended
+            ended.add(word.choice)
+    assert all(said == sorted(set(said)) for said in indices.values())
 
 
 @pytest.mark.parametrize("run", range(40))
@@ -333,8 +380,7 @@ def test_every_leg_ends_once_and_every_page_comes_back(
         if terminals:
             assert words[-1] is terminals[0], "nothing is said after the terminal word"
             assert all(word.error.reason in BY_REASON for word in terminals if isinstance(word, Failed))
-        indices = [word.index for word in words if isinstance(word, SaidToken)]
-        assert indices == sorted(set(indices))
+        check_choices(words)
     assert world.engine.sequences == {}
     assert world.engine.touched_by_others == set()
     assert world.engine.bound == world.engine.freed

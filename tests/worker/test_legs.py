@@ -16,7 +16,7 @@ from headrace.engine.api import LegKind
 from headrace.kvcache.sequence import SequencePages
 from headrace.prefill import legs as prefill
 from headrace.transfer import api as transfer
-from headrace.worker.leg import RELEASE_S, RESERVE_S, Failed, Finished, SaidToken, SaidTransferred
+from headrace.worker.leg import RELEASE_S, RESERVE_S, ChoiceFinished, Failed, Finished, SaidToken, SaidTransferred
 
 TABLES = {
     "prefill": (prefill.NEXT, prefill.Phase, prefill.Event),
@@ -35,6 +35,7 @@ def test_every_phase_can_be_aborted(name: str) -> None:
     for phase in table:
         assert phase is phases.ENDED or events.ABORT in table[phase]
         assert phase is phases.ENDED or events.DUE in table[phase]
+        assert phase is phases.ENDED or events.ABORT_CHOICE in table[phase]
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -400,3 +401,94 @@ def test_a_taker_pulls_only_what_it_lacks(walk: Callable[..., Walk]) -> None:
     assert leg.words[-1].held_tokens == 512
     (pull,) = (c for c in leg.rig.took()[1] if isinstance(c, transfer.OpenPull))
     assert pull.held_blocks == 2
+
+
+# ---- several choices ----
+
+SEEDS = (5, 6, 7)
+
+
+def test_a_prefill_of_several_choices_says_each_first_token_and_serves_once(walk: Callable[..., Walk]) -> None:
+    """One offer, one end; the transfer carries all first tokens in the order of choices."""
+    leg = walk(LegKind.PREFILL, seeds=SEEDS).to("computing")
+    leg.engine(engine.Started(leg.key, 0), engine.ChunkDone(leg.key, 600, PAGES))
+    leg.engine(*(engine.TokenSampled(leg.key, 0, 11 + choice, None, choice) for choice in (0, 2, 1)))
+    leg.rig.desk.abort_choice(leg.rig.ear, 1, 1, 1.0)
+    leg.engine(done(leg.key))
+    assert leg.words[-3:] == [SaidToken(0, 11, None, 0), SaidToken(0, 13, None, 2), SaidToken(0, 12, None, 1)]
+    commands, told = leg.rig.took()
+    assert commands == []
+    assert (told[-1].first_token, told[-1].more_first_tokens, told[-1].ended) == (11, (12, 13), False)
+    leg.transfer(transfer.Ended(leg.order.transfer_id, transfer.Outcome.TAKEN, "", STATS))
+    assert leg.words[-1] == Finished(None, None, 0.25, 600)
+    assert leg.rig.desk.num_legs == 0
+
+
+def test_a_generate_leg_forks_when_all_has_arrived(walk: Callable[..., Walk]) -> None:
+    """One pull, one admission; each choice ends by itself, the last one ends the leg."""
+    leg = walk(LegKind.GENERATE, seeds=SEEDS)
+    assert leg.order.engine_request(1).seeds == SEEDS
+    leg.engine(engine.Reserved(leg.key, 0, PAGES))
+    assert leg.rig.took()[1][-1].num_choices == 3
+    leg.transfer(transfer.Arrived(leg.order.transfer_id, 11, 0, 600, 0, STATS, (12, 13)))
+    assert leg.rig.took() == ([engine.Admit(leg.key, 11, 0, (12, 13))], [])
+    leg.engine(
+        engine.SequenceFinished(leg.key, FinishReason.STOP, 7, 0, 0.0, None, 1, False),
+        engine.TokenSampled(leg.key, 1, 21, None, 0),
+        engine.TokenSampled(leg.key, 1, 23, None, 2),
+        engine.SequenceFinished(leg.key, FinishReason.LENGTH, None, 0, 0.0, None, 2, False),
+        engine.SequenceFinished(leg.key, FinishReason.STOP, None, 0, 0.0, None, 0, True),
+    )
+    assert leg.words[-5:] == [
+        ChoiceFinished(1, FinishReason.STOP, 7),
+        SaidToken(1, 21, None, 0),
+        SaidToken(1, 23, None, 2),
+        ChoiceFinished(2, FinishReason.LENGTH),
+        Finished(FinishReason.STOP, choice=0),
+    ]
+    assert leg.rig.desk.num_legs == 0
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("kind", [LegKind.GENERATE, LegKind.LOCAL])
+def test_a_choice_needed_no_more_ends_alone(walk: Callable[..., Walk], kind: LegKind, early: bool) -> None:
+    """Said before there are choices, it is told to the engine once there are; one that never was is nothing."""
+    leg = walk(kind, seeds=SEEDS)
+    leg.engine(engine.Reserved(leg.key, 0, PAGES))
+    leg.rig.took()
+
+    def abort() -> None:
+        for choice in (1, 3, 1 << 31):
+            leg.rig.desk.abort_choice(leg.rig.ear, 1, choice, 1.0)
+
+    if early:
+        abort()
+        abort()
+        assert leg.rig.took() == ([], [])
+    if kind is LegKind.GENERATE:
+        leg.transfer(transfer.Arrived(leg.order.transfer_id, 11, 0, 600, 0, STATS, (12, 13)))
+    else:
+        leg.engine(engine.Started(leg.key, 0), engine.ChunkDone(leg.key, 600, PAGES))
+        leg.engine(*(engine.TokenSampled(leg.key, 0, 11 + choice, None, choice) for choice in range(3)))
+    if not early:
+        abort()
+    commands, _ = leg.rig.took()
+    assert [c for c in commands if not isinstance(c, engine.Admit)] == [engine.AbortChoice(leg.key, 1)]
+    leg.engine(engine.SequenceFinished(leg.key, None, None, 0, 0.0, None, 1, False))
+    assert leg.words[-1] == ChoiceFinished(1, None)
+    assert leg.rig.desk.num_legs == 1
+    leg.rig.desk.abort(leg.rig.ear, 1, Cancelled("gone"), 2.0)
+    assert leg.rig.took() == ([engine.AbortSequence(leg.key)], [])
+    assert leg.rig.desk.num_legs == 0
+
+
+def test_choices_that_their_first_tokens_ended_are_all_told(walk: Callable[..., Walk]) -> None:
+    """Nothing was taken; each choice has its own reason, the last word is terminal."""
+    leg = walk(LegKind.GENERATE, seeds=SEEDS).to("pulling")
+    leg.transfer(transfer.NotNeeded(leg.order.transfer_id, 2, 0, (7, 9)))
+    assert leg.words[-3:] == [
+        ChoiceFinished(0, FinishReason.STOP),
+        ChoiceFinished(1, FinishReason.STOP, 7),
+        Finished(FinishReason.LENGTH, choice=2),
+    ]
+    assert leg.rig.desk.num_legs == 0

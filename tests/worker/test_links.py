@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace.core.peer import Beat, Cancel, Gone, Hello, LinkUp
+from headrace.core.peer import PROTOCOL, Beat, Cancel, Gone, Hello, LinkUp
 from headrace.proto.internal.v1 import peer_pb2 as pb
 from headrace.proto.internal.v1 import peer_pb2_grpc
 from headrace.transfer import api as transfer
@@ -19,7 +19,7 @@ from headrace.worker.links import MAX_MESSAGE_BYTES, Links
 
 ID = bytes(range(16))
 HELLO = Hello(
-    protocol=1,
+    protocol=PROTOCOL,
     worker_id="decode-0",
     incarnation=5,
     fingerprint=b"f" * 32,

@@ -285,6 +285,7 @@ BAD = {
     "NaN timeout": {"timeout_s": math.nan},
     "negative timeout": {"timeout_s": -1.0},
     "long salt": {"cache_salt": "x" * 1000},
+    "too many choices": {"seeds": range(129)},
 }
 
 
@@ -388,6 +389,39 @@ def test_an_abort_is_confirmed_once(serve: Callable[..., None]) -> None:
             await server.until(lambda: server.rig.desk.num_legs == 1)
             server.rig.desk.on_engine([engine.Reserved(server.keys()[1], 0, SequencePages())], 1.0)
             assert set(await router.step()) == {2}
+
+    serve(script)
+
+
+def test_choices_of_a_leg_are_told_apart_and_ended_apart(serve: Callable[..., None]) -> None:
+    """Seeds in; tokens and ends by choice out; an abort that names a choice ends no other."""
+
+    async def script(server: Server) -> None:
+        async with server.router() as router:
+            await router.say(submit(1, kind=pb.LEG_KIND_LOCAL, seeds=[-(1 << 63), 0, 5]))
+            await server.until(lambda: server.rig.desk.num_legs == 1)
+            (key,) = server.keys()
+            (command,) = server.rig.took()[0]
+            assert command.request.seeds == (-(1 << 63), 0, 5)
+            tokens = [engine.TokenSampled(key, 0, 4 + choice, None, choice) for choice in range(3)]
+            server.rig.desk.on_engine([engine.Reserved(key, 0, SequencePages()), *tokens], 1.0)
+            item = (await router.step())[1]
+            assert [(token.choice, token.id) for token in item.tokens] == [(0, 4), (1, 5), (2, 6)]
+            for choice in (1, 9):
+                await router.say(pb.RouterMessage(abort=pb.Abort(leg=1, choice=choice)))
+            await router.say(submit(2))
+            await server.until(lambda: server.rig.desk.num_legs == 2)
+            assert engine.AbortChoice(key, 1) in server.rig.took()[0]
+            ends = [(1, None, None), (0, FinishReason.STOP, 4), (2, FinishReason.LENGTH, None)]
+            for choice, reason, stop_token_id in ends:
+                finished = engine.SequenceFinished(key, reason, stop_token_id, 10, 0.5, None, choice, choice == 2)
+                server.rig.desk.on_engine([finished], 1.0)
+            item = (await router.step())[1]
+            none, stop, length = pb.Finished.REASON_NONE, pb.Finished.REASON_STOP, pb.Finished.REASON_LENGTH
+            assert [(end.choice, end.reason) for end in item.choices] == [(1, none), (0, stop)]
+            assert (item.finished.choice, item.finished.reason) == (2, length)
+            assert item.choices[1].stop_token_id == 4
+            assert not item.choices[0].HasField("stop_token_id")
 
     serve(script)
 

@@ -267,10 +267,10 @@ def test_a_pair_gives_the_tokens_of_one_worker_bit_for_bit(pair: Pair, rng: rand
             await pair.both_legs(prefill, decode, leg, prompt, how[leg])
         for leg in prompts:
             generated, prefilled = await decode.end_of(leg), await prefill.end_of(leg)
-            assert prefilled.finished.reason in (pb.Finished.REASON_PREFILLED, pb.Finished.REASON_STOP), prefilled
+            assert prefilled.finished.reason in (pb.Finished.REASON_NONE, pb.Finished.REASON_STOP), prefilled
             assert prefilled.finished.computed_tokens == len(prompts[leg])
             assert generated.HasField("finished"), generated
-            if prefilled.finished.reason == pb.Finished.REASON_PREFILLED:
+            if prefilled.finished.reason == pb.Finished.REASON_NONE:
                 assert generated.transferred.num_bytes > 0
                 assert generated.transferred.transport.startswith("nixl/")
         for leg, prompt in prompts.items():
