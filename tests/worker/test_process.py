@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,9 @@ import grpc
 import pytest
 
 from headrace.config.tree import Config, WorkerSection
+from headrace.core.blocks import BlockHash
 from headrace.core.errors import ConfigError, LayoutError
+from headrace.core.kv_events import BlockRemoved, BlockStored
 from headrace.core.sampling import FinishReason, SamplingParams
 from headrace.decode.legs import LEGS
 from headrace.engine import api as engine
@@ -26,6 +29,7 @@ from headrace.kvcache.sequence import SequencePages
 from headrace.proto.engine_convert import PROTOCOL, sampling_to_message
 from headrace.proto.internal.v1 import engine_pb2 as pb
 from headrace.proto.internal.v1 import engine_pb2_grpc
+from headrace.proto.kv_convert import stored_from_message
 from headrace.transfer.api import Quarantined, TransferCounts
 from headrace.worker.process import EXIT_AGAIN, Worker
 
@@ -232,6 +236,40 @@ def test_a_worker_says_where_it_is_and_answers_there(make_rig: Callable[..., Rig
     assert rig.engine.stopped
     assert rig.thread.started
     assert rig.thread.stopped
+
+
+def test_changes_of_the_prefix_cache_are_told_to_whoever_asks(make_rig: Callable[..., Rig]) -> None:
+    """From the engine's thread to snapshot, stream, load report and state page; the stream ends with the worker."""
+    rig = make_rig()
+    blocks = [BlockStored(BlockHash(bytes([number]) * 16), BlockHash(bytes(16)), number == 2) for number in range(3)]
+
+    async def script(rig: Rig) -> None:
+        await rig.ready()
+        assert rig.engine is not None
+        rig.engine.sink([engine.CacheChanged(tuple(blocks)), engine.CacheChanged((BlockRemoved(blocks[1].block),))])
+        async with grpc.aio.insecure_channel(rig.where["engine"]) as channel:
+            stub = engine_pb2_grpc.EngineStub(channel)
+            told = await stub.Describe(pb.DescribeRequest())
+            assert told.replay_tokens == 512, "128 x 3 layers in whole blocks"
+            events = stub.KvEvents(pb.KvEventsRequest(incarnation=told.incarnation))
+            heard: list[int] = []
+            while len(heard) < 2:
+                heard += [message.seq for message in (await events.read()).messages]
+            assert heard == [1, 2]
+            snapshot = stub.KvSnapshot(pb.KvSnapshotRequest(incarnation=told.incarnation))
+            parts = [part async for part in snapshot]
+            assert [stored_from_message(block) for part in parts for block in part.blocks] == [blocks[0], blocks[2]]
+            load = await stub.Load(pb.LoadRequest())
+            assert (load.kv_seq, load.kv_blocks) == (2, 2)
+            _, state = await rig.get("/state")
+            assert state["prefix_cache"] == {"blocks": 2, "seq": 2, "subscribers": 1}
+            rig.signal()
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                while await events.read() is not grpc.aio.EOF:
+                    pass
+            assert await events.code() is grpc.StatusCode.UNAVAILABLE
+
+    assert rig.run(script) == 0
 
 
 def test_a_draining_worker_finishes_what_is_open_and_refuses_what_is_new(make_rig: Callable[..., Rig]) -> None:
