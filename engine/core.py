@@ -8,18 +8,18 @@ commands.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import replace
 
 from torch import Tensor
 
 from ..config.tree import EngineSection
-from ..core.blocks import BLOCK_TOKENS, BlockHash, block_hashes, child_hash, root_hash
+from ..core.blocks import BLOCK_TOKENS, block_hashes, child_hash, root_hash
 from ..core.clock import Clock
-from ..core.errors import Cancelled, NoFreePages, PromptTooLong, QueueFull
+from ..core.errors import Cancelled, HeadraceError, NoFreePages, PromptTooLong, QueueFull
 from ..core.sampling import FinishReason
 from ..kvcache.allocator import CacheManager, Hit
 from ..kvcache.check_points import SPACING, next_border, prompt_borders
@@ -28,6 +28,7 @@ from ..kvcache.snapshots import CheckPointCopier
 from ..model.batch import LayerViews
 from ..model.transformer import Transformer
 from .api import (
+    AbortChoice,
     AbortSequence,
     Admit,
     CacheChanged,
@@ -51,58 +52,7 @@ from .api import (
 )
 from .plan import Slice, plan_batch
 from .sampler import BrokenLogits, History, raw_logprobs, sample
-
-
-class Phase(Enum):
-    """Where a sequence stands."""
-
-    QUEUED = "queued"
-    """No credits yet."""
-    READY = "ready"
-    """PREFILL: credits taken, `Start` not heard."""
-    LANDING = "landing"
-    """GENERATE: another worker's bytes are being scattered into its pages."""
-    RUNNING = "running"
-    HELD = "held"
-    """Over, but a gather or a scatter may still touch its pages; `Release` ends it."""
-
-
-@dataclass
-class _Sequence:
-    request: EngineRequest
-    tokens: list[int]
-    history: History
-    root: BlockHash | None
-    """Parent of the first block; None: no prefix cache."""
-    hashes: list[BlockHash]
-    """Of the full blocks of `tokens`, as far as they were wanted."""
-    hit: Hit = field(default_factory=Hit)
-    borders: tuple[int, ...] = ()
-    """Of the prompt, where a check-point is kept."""
-    output_border: BlockHash | None = None
-    """The block at whose end the last check-point of the output was kept."""
-    phase: Phase = Phase.QUEUED
-    start_heard: bool = False
-    """PREFILL: `Start` may come before the credits."""
-    computed: int = 0
-    started: bool = False
-    started_s: float = 0.0
-    prefill_s: float = 0.0
-    """From the first chunk's scheduling to the first token."""
-    pages: SequencePages = field(default_factory=SequencePages)
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt)
-
-    @property
-    def index(self) -> int:
-        """Output index of the next token to be sampled."""
-        return len(self.tokens) - self.num_prompt + self.request.num_output_tokens
-
-    @property
-    def decoding(self) -> bool:
-        return self.computed == len(self.tokens) - 1 and len(self.tokens) > self.num_prompt
+from .sequences import EngineSequence, Family, Phase, seeded
 
 
 class Engine:
@@ -130,7 +80,11 @@ class Engine:
         self._model, self._views, self._section = model, views, section
         self._manager, self._copier, self._fingerprint = manager, copier, fingerprint
         self._clock, self._sink, self._on_fatal, self._max_model_len = clock, sink, on_fatal, max_model_len
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, EngineSequence] = {}
+        """By id."""
+        self._families: dict[int, Family] = {}
+        """By the request's key."""
+        self._fork_ids = itertools.count(-1, -1)
         self._queue: deque[int] = deque()
         self._inbox: deque[Command] = deque()
         self._wake = threading.Condition()
@@ -183,11 +137,11 @@ class Engine:
         while self._inbox:
             self._apply(self._inbox.popleft())
         self._admit_queued()
-        slices, sequences = self._schedule()
-        if slices:
+        work = self._schedule()
+        if work:
             # Said before the step, not after: cached blocks are shipped while the first chunk is computed.
             self._say()
-            self._step(slices, sequences)
+            self._step(work)
         changes = self._manager.drain_events()
         if changes:
             self._events.append(CacheChanged(changes))
@@ -214,32 +168,38 @@ class Engine:
                     sequence.start_heard = True
                     if sequence.phase is Phase.READY:
                         sequence.phase = Phase.RUNNING
-            case Admit(key, first_token, _):
+            case Admit(key, first_token, _, more_first_tokens):
                 sequence = self._sequences.get(key)
                 if sequence is not None and sequence.phase is Phase.LANDING:
                     self._manager.admit(key)
                     sequence.computed = sequence.num_prompt
-                    self._publish(key, sequence)
-                    sequence.tokens.append(first_token)
-                    sequence.history.add(first_token)
                     sequence.phase = Phase.RUNNING
-                    self._end_if_over(key, sequence, first_token)
+                    self._publish(sequence)
+                    for choice, token in zip(self._fork(sequence), (first_token, *more_first_tokens), strict=True):
+                        self._append(choice, token)
             case Release(key):
                 sequence = self._sequences.get(key)
                 if sequence is not None and sequence.phase in (Phase.HELD, Phase.LANDING):
-                    self._drop(key)
+                    self._drop(sequence)
             case AbortSequence(key):
                 self._abort(key)
+            case AbortChoice(key, choice):
+                for sequence in self._choices(key):
+                    if sequence.choice == choice and sequence.phase is Phase.RUNNING:
+                        self._finish(sequence, None, None)
 
     def _submit(self, request: EngineRequest) -> None:
         assert request.key not in self._sequences, "keys are never reused"
         total = len(request.prompt) + request.sampling.max_tokens
         chunk = self._section.max_num_batched_tokens
+        # A prefill samples all first tokens and forks nothing.
+        num_choices = 1 if request.kind is LegKind.PREFILL else request.num_choices
         if total > self._max_model_len or not self._manager.can_ever_fit(
-            len(request.prompt), request.sampling.max_tokens, min(chunk, len(request.prompt))
+            len(request.prompt), request.sampling.max_tokens, min(chunk, len(request.prompt)), num_choices
         ):
             longest = min(self._max_model_len, self._manager.max_tokens())
-            error = PromptTooLong(f"{total} tokens wanted, at most {longest} fit this worker")
+            choices = f" for each of {num_choices} choices" if num_choices > 1 else ""
+            error = PromptTooLong(f"{total} tokens wanted{choices}, at most {longest} fit this worker")
             self._events.append(Refused(request.key, error))
         elif len(self._queue) >= self._section.max_queue:
             self._events.append(Refused(request.key, QueueFull(f"{len(self._queue)} requests wait already")))
@@ -247,7 +207,11 @@ class Engine:
             history = History.of(request.prompt, request.num_output_tokens)
             root = None if self._fingerprint is None else root_hash(self._fingerprint, request.namespace)
             hashes = [] if root is None else block_hashes(root, request.prompt)
-            self._sequences[request.key] = _Sequence(request, list(request.prompt), history, root, hashes)
+            family = Family({request.key}, tuple(itertools.islice(self._fork_ids, num_choices - 1)))
+            self._families[request.key] = family
+            self._sequences[request.key] = EngineSequence(
+                request, request.key, 0, family, seeded(request, 0), list(request.prompt), history, root, hashes
+            )
             self._queue.append(request.key)
 
     def _admit_queued(self) -> None:
@@ -274,9 +238,11 @@ class Engine:
                         hashes=hashes,
                     )
                     pages, num_held = self._manager.pages(key), hit.num_blocks
-                    self._begin_at(sequence, hit, pages)
+                self._manager.reserve_forks(key, sequence.family.forks, sequence.num_prompt, reserve_tokens=reserve)
             except NoFreePages:
                 return
+            if request.kind is not LegKind.GENERATE:
+                self._begin_at(sequence, hit, pages)
             self._queue.popleft()
             sequence.pages = pages
             sequence.phase = {
@@ -286,7 +252,7 @@ class Engine:
             }[request.kind]
             self._events.append(Reserved(key, num_held * BLOCK_TOKENS, pages))
 
-    def _begin_at(self, sequence: _Sequence, hit: Hit, pages: SequencePages) -> None:
+    def _begin_at(self, sequence: EngineSequence, hit: Hit, pages: SequencePages) -> None:
         """Put what goes before the first position that is computed in its place."""
         sequence.hit, sequence.computed = hit, hit.start
         if sequence.root is not None:
@@ -300,39 +266,54 @@ class Engine:
     def _reserve_tokens(self) -> int:
         return self._section.output_reserve_tokens
 
+    def _choices(self, key: int) -> list[EngineSequence]:
+        """What goes on of a request."""
+        family = self._families.get(key)
+        return [] if family is None else sorted((self._sequences[each] for each in family.live), key=lambda s: s.choice)
+
     def _abort(self, key: int) -> None:
-        sequence = self._sequences.get(key)
-        if sequence is None or sequence.phase is Phase.HELD:
-            return
-        self._events.append(SequenceFailed(key, Cancelled("aborted")))
-        self._give_up(key, sequence)
+        choices = self._choices(key)
+        if choices and choices[0].phase is not Phase.HELD:
+            self._fail(choices[0], Cancelled("aborted"))
 
-    def _give_up(self, key: int, sequence: _Sequence) -> None:
-        """Pages go back, unless a gather or a scatter may still touch them."""
-        if sequence.phase is Phase.QUEUED:
-            self._queue.remove(key)
-            del self._sequences[key]
-        elif sequence.phase is Phase.LANDING or (sequence.request.kind is LegKind.PREFILL and sequence.started):
-            sequence.phase = Phase.HELD
-        else:
-            self._drop(key)
+    def _fail(self, sequence: EngineSequence, error: HeadraceError) -> None:
+        """All choices end; pages go back, unless a gather or a scatter may still touch them."""
+        self._events.append(SequenceFailed(sequence.key, error))
+        for each in self._choices(sequence.key):
+            if each.phase is Phase.QUEUED:
+                self._queue.remove(each.key)
+                self._forget(each)
+            elif each.phase is Phase.LANDING or (each.request.kind is LegKind.PREFILL and each.started):
+                each.phase = Phase.HELD
+            else:
+                self._drop(each)
 
-    def _drop(self, key: int) -> None:
-        del self._sequences[key]
-        self._manager.release(key)
+    def _drop(self, sequence: EngineSequence) -> None:
+        """Its pages go back, and what was promised to forks that never came to be."""
+        for each in (sequence.id, *sequence.family.forks):
+            self._manager.release(each)
+        sequence.family.forks = ()
+        self._forget(sequence)
+
+    def _forget(self, sequence: EngineSequence) -> None:
+        del self._sequences[sequence.id]
+        sequence.family.live.remove(sequence.id)
+        if not sequence.family.live:
+            del self._families[sequence.key]
 
     # ---- steps ----
 
-    def _schedule(self) -> tuple[list[Slice], list[tuple[int, _Sequence]]]:
+    def _schedule(self) -> list[tuple[Slice, EngineSequence]]:
         """Which tokens this step computes. Takes pages; a sequence that finds none ends with an error."""
         budget = self._section.max_num_batched_tokens
-        running = [(k, s) for k, s in self._sequences.items() if s.phase is Phase.RUNNING]
-        running.sort(key=lambda item: (not item[1].decoding, item[1].request.priority))
-        slices: list[Slice] = []
-        chosen: list[tuple[int, _Sequence]] = []
-        for key, sequence in running:
+        running = [s for s in self._sequences.values() if s.phase is Phase.RUNNING]
+        running.sort(key=lambda sequence: (not sequence.decoding, sequence.request.priority))
+        chosen: list[tuple[Slice, EngineSequence]] = []
+        for sequence in running:
             if budget <= 0 or len(chosen) == self._section.max_num_seqs:
                 break
+            if sequence.phase is not Phase.RUNNING or sequence.id not in self._sequences:
+                continue  # it ended with another choice of its request
             end = min(len(sequence.tokens), sequence.computed + budget)
             if end < len(sequence.tokens) and end // BLOCK_TOKENS * BLOCK_TOKENS > sequence.computed:
                 end = end // BLOCK_TOKENS * BLOCK_TOKENS  # whole blocks can be published and shipped at once
@@ -340,50 +321,50 @@ class Engine:
             if border is not None:
                 end = min(end, border)
             try:
-                sequence.pages = self._manager.extend(key, end)
+                sequence.pages = self._manager.extend(sequence.id, end)
             except NoFreePages as error:
-                self._events.append(SequenceFailed(key, error))
-                self._give_up(key, sequence)
+                self._fail(sequence, error)
                 continue
             if not sequence.started and sequence.request.kind is not LegKind.GENERATE:
-                self._events.append(Started(key, sequence.hit.start))
+                self._events.append(Started(sequence.key, sequence.hit.start))
                 sequence.started_s = self._clock.now_s()
             sequence.started = True
             tokens = sequence.tokens[sequence.computed : end]
             wanted: Sequence[int] = [end - 1] if end == len(sequence.tokens) else []
-            if sequence.request.sampling.prompt_logprobs is not None and sequence.computed < sequence.num_prompt:
+            if sequence.sampling.prompt_logprobs is not None and sequence.computed < sequence.num_prompt:
                 wanted = range(sequence.computed, end)
             frozen_below = sequence.hit.num_blocks * BLOCK_TOKENS
-            slices.append(Slice(tokens, sequence.computed, sequence.pages, wanted, frozen_below))
-            chosen.append((key, sequence))
+            chosen.append((Slice(tokens, sequence.computed, sequence.pages, wanted, frozen_below), sequence))
             budget -= len(tokens)
-        return slices, chosen
+        return [item for item in chosen if item[1].id in self._sequences]
 
-    def _step(self, slices: list[Slice], sequences: list[tuple[int, _Sequence]]) -> None:
-        logits = self._model.forward(plan_batch(slices), self._views)
+    def _step(self, work: list[tuple[Slice, EngineSequence]]) -> None:
+        logits = self._model.forward(plan_batch([piece for piece, _ in work]), self._views)
         row = 0
-        for piece, (key, sequence) in zip(slices, sequences, strict=True):
+        for piece, sequence in work:
             rows = logits[row : row + len(piece.logit_positions)]
             row += len(piece.logit_positions)
+            if sequence.id not in self._sequences:
+                continue  # it ended with another choice of its request
             sequence.computed = piece.start + len(piece.tokens)
             try:
-                sampled = self._read_logits(key, sequence, piece, rows)
+                sampled = self._read_logits(sequence, piece, rows)
             except BrokenLogits as error:
-                self._events.append(SequenceFailed(key, error))
-                self._give_up(key, sequence)
+                self._fail(sequence, error)
                 continue
-            self._publish(key, sequence)
+            self._publish(sequence)
             if sequence.request.kind is not LegKind.GENERATE and piece.start < sequence.num_prompt:
-                self._events.append(ChunkDone(key, sequence.computed, sequence.pages))
-            self._manager.trim_window(key, sequence.computed)
-            if sampled is not None:
-                self._accept(key, sequence, sampled)
+                self._events.append(ChunkDone(sequence.key, sequence.computed, sequence.pages))
+            self._manager.trim_window(sequence.id, sequence.computed)
+            if sampled:
+                self._accept(sequence, sampled)
         self._steps += 1
         self._progress_s = self._clock.now_s()
 
-    def _read_logits(self, key: int, sequence: _Sequence, piece: Slice, rows: Tensor) -> TokenSampled | None:
-        """Scores of the prompt, and the next token if the sequence has caught up with its last one."""
-        params = sequence.request.sampling
+    def _read_logits(self, sequence: EngineSequence, piece: Slice, rows: Tensor) -> list[TokenSampled]:
+        """Scores of the prompt; and if the sequence has caught up with its last token the next one, of the prompt's
+        last token one for each choice."""
+        params = sequence.sampling
         if params.prompt_logprobs is not None and piece.start < sequence.num_prompt:
             scored = [p for p in piece.logit_positions if p + 1 < sequence.num_prompt]
             if scored:
@@ -392,30 +373,93 @@ class Engine:
                     raw_logprobs(rows[p - piece.start], t, params.prompt_logprobs)
                     for p, t in zip(scored, tokens, strict=True)
                 )
-                self._events.append(PromptScored(key, scored[0] + 1, tokens, values))
+                self._events.append(PromptScored(sequence.key, scored[0] + 1, tokens, values))
         if sequence.computed < len(sequence.tokens):
-            return None
+            return []
+        first = len(sequence.tokens) == sequence.num_prompt
         relative = sequence.index - sequence.request.num_output_tokens
-        token, logprobs = sample(rows[-1], params, sequence.history, sequence.index, relative)
-        return TokenSampled(key, sequence.index, token, logprobs)
+        found = []
+        for choice in range(sequence.request.num_choices) if first else (sequence.choice,):
+            of_choice = seeded(sequence.request, choice) if first else params
+            token, logprobs = sample(rows[-1], of_choice, sequence.history, sequence.index, relative)
+            found.append(TokenSampled(sequence.key, sequence.index, token, logprobs, choice))
+        return found
 
-    def _accept(self, key: int, sequence: _Sequence, sampled: TokenSampled) -> None:
+    def _accept(self, sequence: EngineSequence, sampled: list[TokenSampled]) -> None:
         if len(sequence.tokens) == sequence.num_prompt:
             sequence.prefill_s = self._clock.now_s() - sequence.started_s
-        self._events.append(sampled)
-        sequence.tokens.append(sampled.token)
-        sequence.history.add(sampled.token)
-        self._end_if_over(key, sequence, sampled.token)
+        self._events += sampled
+        if sequence.request.kind is LegKind.PREFILL:
+            self._end_prefill(sequence, [event.token for event in sampled])
+            return
+        choices = [sequence] if len(sequence.tokens) > sequence.num_prompt else self._fork(sequence)
+        for choice, event in zip(choices, sampled, strict=True):
+            self._append(choice, event.token)
+
+    def _fork(self, sequence: EngineSequence) -> list[EngineSequence]:
+        """All choices of a request whose prompt has just been computed, or has arrived."""
+        family = sequence.family
+        choices = [sequence]
+        for choice, fork in enumerate(family.forks, 1):
+            for kind, source, target in self._manager.fork(sequence.id, fork, sequence.num_prompt):
+                self._copier.copy(kind, source, target)
+            other = replace(
+                sequence,
+                id=fork,
+                choice=choice,
+                sampling=seeded(sequence.request, choice),
+                tokens=list(sequence.tokens),
+                history=sequence.history.copy(),
+                hashes=list(sequence.hashes),
+                pages=self._manager.pages(fork),
+            )
+            self._sequences[fork] = other
+            family.live.add(fork)
+            choices.append(other)
+        family.forks = ()
+        return choices
+
+    def _append(self, sequence: EngineSequence, token: int) -> None:
+        """One more token of the output, and the end if it is the last."""
+        sequence.tokens.append(token)
+        sequence.history.add(token)
+        over = sequence.over(token)
+        if over is not None:
+            self._finish(sequence, *over)
+        elif len(sequence.tokens) == sequence.num_prompt + 1 and sequence.request.kind is LegKind.LOCAL:
+            self._manager.shrink(sequence.id, 1)  # the prompt is over: a chunk's worth of window pages goes back
+
+    def _end_prefill(self, sequence: EngineSequence, first_tokens: list[int]) -> None:
+        """The prompt is computed; pages stay until the taker has them."""
+        sequence.tokens.append(first_tokens[0])
+        ends = [sequence.over(token) for token in first_tokens]
+        reason, stop_id = (ends[0] if all(end is not None for end in ends) else None) or (None, None)
+        sequence.pages = self._manager.pages(sequence.id)
+        self._manager.shrink(sequence.id, 0)
+        sequence.phase = Phase.HELD
+        computed = sequence.num_prompt - sequence.hit.start
+        self._events.append(
+            SequenceFinished(sequence.key, reason, stop_id, computed, sequence.prefill_s, sequence.pages)
+        )
+
+    def _finish(self, sequence: EngineSequence, reason: FinishReason | None, stop_id: int | None) -> None:
+        """One choice is over."""
+        computed = 0 if sequence.request.kind is LegKind.GENERATE else sequence.num_prompt - sequence.hit.start
+        self._drop(sequence)
+        last = not sequence.family.live
+        self._events.append(
+            SequenceFinished(sequence.key, reason, stop_id, computed, sequence.prefill_s, None, sequence.choice, last)
+        )
 
     # ---- the prefix cache ----
 
-    def _next_border(self, sequence: _Sequence) -> int | None:
+    def _next_border(self, sequence: EngineSequence) -> int | None:
         if sequence.root is None:
             return None
         spaced = self._manager.has_room_for_check_point()
         return next_border(sequence.computed, sequence.borders, spaced=spaced)
 
-    def _publish(self, key: int, sequence: _Sequence) -> None:
+    def _publish(self, sequence: EngineSequence) -> None:
         """The step is done: whole blocks may be read by others from now on, and a border may be kept."""
         num, computed = sequence.computed // BLOCK_TOKENS, sequence.computed
         if sequence.root is None:
@@ -424,14 +468,14 @@ class Engine:
             at = len(sequence.hashes) * BLOCK_TOKENS
             parent = sequence.hashes[-1] if sequence.hashes else sequence.root
             sequence.hashes.append(child_hash(parent, sequence.tokens[at : at + BLOCK_TOKENS]))
-        sequence.pages = self._manager.publish(key, sequence.hashes[:num])
+        sequence.pages = self._manager.publish(sequence.id, sequence.hashes[:num])
         if computed % BLOCK_TOKENS or not computed:
             return
         in_output = computed > sequence.num_prompt
         wanted = in_output or computed in sequence.borders or sequence.request.kind is LegKind.GENERATE
         if not wanted and computed % SPACING:
             return
-        row = self._manager.check_point(key, computed, evict=wanted)
+        row = self._manager.check_point(sequence.id, computed, evict=wanted)
         if row < 0:
             return
         self._copier.save(sequence.pages.state_row, row, computed)
@@ -439,29 +483,6 @@ class Engine:
             if sequence.output_border is not None:
                 self._manager.drop_check_point(sequence.output_border)
             sequence.output_border = sequence.hashes[num - 1]
-
-    def _end_if_over(self, key: int, sequence: _Sequence, token: int) -> None:
-        params, reason, stop_id = sequence.request.sampling, None, None
-        if token in params.stop_token_ids:
-            reason, stop_id = FinishReason.STOP, token
-        elif token in params.eos_token_ids and not params.ignore_eos:
-            reason = FinishReason.STOP
-        elif sequence.index - sequence.request.num_output_tokens >= params.max_tokens:
-            reason = FinishReason.LENGTH
-        prefilled = sequence.request.kind is LegKind.PREFILL
-        if reason is None and not prefilled:
-            if len(sequence.tokens) == sequence.num_prompt + 1 and sequence.request.kind is LegKind.LOCAL:
-                self._manager.shrink(key, 1)  # the prompt is over: a chunk's worth of window pages goes back
-            return
-        if prefilled:
-            sequence.pages = self._manager.pages(key)
-            self._manager.shrink(key, 0)
-            sequence.phase = Phase.HELD
-        else:
-            self._drop(key)
-        pages = sequence.pages if prefilled else None
-        computed = 0 if sequence.request.kind is LegKind.GENERATE else sequence.num_prompt - sequence.hit.start
-        self._events.append(SequenceFinished(key, reason, stop_id, computed, sequence.prefill_s, pages))
 
     # ---- books ----
 

@@ -43,6 +43,10 @@ class History:
     output: dict[int, int] = field(default_factory=dict)
     """Occurrences in the output: presence and frequency penalties."""
 
+    def copy(self) -> History:
+        """For a fork."""
+        return History(set(self.seen), dict(self.output))
+
     @classmethod
     def of(cls, prompt: Sequence[int], num_output_tokens: int) -> History:
         """`prompt` whose last `num_output_tokens` ids were generated earlier."""

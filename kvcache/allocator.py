@@ -56,8 +56,10 @@ class _Sequence:
     window_floor: int = 0
     """Window pages below it are gone."""
     history: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    """Leading pages of history that are PINNED, not its own."""
     hashes: list[BlockHash] = field(default_factory=list)
-    """Of its leading pages of history that are published: PINNED, not its own."""
+    """Of those of them that are published."""
     window: dict[int, int] = field(default_factory=dict)
     """By position // 64, ascending."""
     shared_window: set[int] = field(default_factory=set)
@@ -74,7 +76,7 @@ class _Sequence:
         """Pages that nobody else reads."""
         match kind:
             case PoolKind.HISTORY:
-                return self.history[len(self.hashes) :]
+                return self.history[self.num_shared :]
             case PoolKind.WINDOW:
                 return [page for number, page in self.window.items() if number not in self.shared_window]
             case PoolKind.STATE:
@@ -86,7 +88,7 @@ class _Sequence:
         """Pages that others may read as well."""
         match kind:
             case PoolKind.HISTORY:
-                return self.history[: len(self.hashes)]
+                return self.history[: self.num_shared]
             case PoolKind.WINDOW:
                 return [page for number, page in self.window.items() if number in self.shared_window]
             case PoolKind.STATE | PoolKind.SNAPSHOT:
@@ -96,7 +98,7 @@ class _Sequence:
         """How many `owned` and `pinned` have, without making the lists."""
         match kind:
             case PoolKind.HISTORY:
-                return len(self.history) - len(self.hashes), len(self.hashes)
+                return len(self.history) - self.num_shared, self.num_shared
             case PoolKind.WINDOW:
                 return len(self.window) - len(self.shared_window), len(self.shared_window)
             case PoolKind.STATE:
@@ -148,13 +150,16 @@ class CacheManager:
 
     # ---- admission ----
 
-    def can_ever_fit(self, prompt_tokens: int, max_tokens: int, chunk_tokens: int = 1) -> bool:
-        """Whether empty pools would hold the sequence to its longest; if not, waiting can't help."""
-        tokens = prompt_tokens + max_tokens
+    def can_ever_fit(self, prompt_tokens: int, max_tokens: int, chunk_tokens: int = 1, num_choices: int = 1) -> bool:
+        """Whether empty pools would hold the sequence, and its forks, to their longest; if not, waiting can't help."""
+        tokens, forks = prompt_tokens + max_tokens, num_choices - 1
+        shared = prompt_tokens // BLOCK_TOKENS
+        history = history_pages(tokens) + forks * (history_pages(tokens) - shared)
+        window = window_pages(chunk_tokens, tokens) + forks * window_pages(1, tokens)
         return (
-            history_pages(tokens) <= self._pools[HISTORY].num_pages
-            and window_pages(chunk_tokens, tokens) <= self._pools[WINDOW].num_pages
-            and self._pools[STATE].num_pages > 0
+            history <= self._pools[HISTORY].num_pages
+            and window <= self._pools[WINDOW].num_pages
+            and num_choices <= self._pools[STATE].num_pages
         )
 
     def max_tokens(self) -> int:
@@ -249,6 +254,67 @@ class CacheManager:
         sequence.landing = False
         return sequence.pages()
 
+    # ---- forks ----
+
+    def reserve_forks(self, key: int, forks: Sequence[int], prompt_tokens: int, *, reserve_tokens: int) -> None:
+        """Promise what sequences need that will go on from the end of another's prompt, each in its own way.
+
+        Raises:
+            NoFreePages: some pool is short; nothing was promised, and `key` is released as well.
+        """
+        tokens = prompt_tokens + reserve_tokens
+        needed = {
+            HISTORY: history_pages(tokens) - prompt_tokens // BLOCK_TOKENS,
+            WINDOW: max(window_pages(1, tokens), len(live_window(prompt_tokens))),
+            STATE: 1,
+        }
+        for at, fork in enumerate(forks):
+            try:
+                self._open(fork, needed, (), (), self._sequences[key].root)
+            except NoFreePages:
+                for opened in (*forks[:at], key):
+                    self.release(opened)
+                raise
+
+    def fork(self, key: int, fork: int, length: int) -> list[tuple[PoolKind, int, int]]:
+        """Let a reserved fork go on where `key` stands, all positions below `length` computed.
+
+        Complete pages are read by both; partial ones and the state row become copies.
+
+        Returns:
+            (pool, page to copy from, page to copy into), at once.
+        """
+        source, target = self._sequences[key], self._sequences[fork]
+        assert not source.landing
+        assert source.length == length
+        assert not target.history
+        blocks, live = length // BLOCK_TOKENS, live_window(length)
+        for page in source.history[source.num_shared : blocks]:
+            self._pools[HISTORY].share(page)
+        source.num_shared = max(source.num_shared, blocks)
+        self._pools[HISTORY].pin(source.history[:blocks])
+        target.history, target.hashes, target.num_shared = source.history[:blocks], source.hashes[:blocks], blocks
+        for number in live:
+            if (number + 1) * WINDOW_PAGE_TOKENS > length:
+                continue
+            if number not in source.shared_window:
+                self._pools[WINDOW].share(source.window[number])
+                source.shared_window.add(number)
+            # A reader is charged for what it shares; its credits pay.
+            self._pools[WINDOW].forgo(1)
+            target.credits[WINDOW] -= 1
+            self._pools[WINDOW].pin((source.window[number],))
+            target.window[number] = source.window[number]
+            target.shared_window.add(number)
+        partial = [number for number in live if number not in target.window]
+        self._take(target, history_pages(length) - blocks, partial, PageState.ACTIVE)
+        target.length, target.window_floor, target.exact_from = length, live.start, source.exact_from
+        return [
+            *((HISTORY, source.history[at], target.history[at]) for at in range(blocks, history_pages(length))),
+            *((WINDOW, source.window[number], target.window[number]) for number in partial),
+            (STATE, source.state_row, target.state_row),
+        ]
+
     # ---- growth ----
 
     def extend(self, key: int, new_length: int) -> SequencePages:
@@ -315,7 +381,9 @@ class CacheManager:
             self._give(kind, sequence.owned(kind), sequence.state)
             pool.forgo(sequence.credits.get(kind, 0))
         self._unpin_window(sequence.pinned(WINDOW))
-        self._index.unpin(sequence.pinned(HISTORY))
+        freed = self._index.unpin(sequence.pinned(HISTORY))
+        if freed:
+            self._on_free(HISTORY, freed)
 
     # ---- the prefix cache ----
 
@@ -335,6 +403,7 @@ class CacheManager:
             parent = hashes[at - 1] if at else sequence.root
             sequence.history[at] = self._index.publish(hashes[at], parent, sequence.history[at])
             sequence.hashes.append(hashes[at])
+        sequence.num_shared = len(sequence.hashes)
         sequence.snapshot = None
         return sequence.pages()
 
@@ -445,6 +514,7 @@ class CacheManager:
         sequence = self._sequences[key] = _Sequence(dict(needed), window_quota=needed[WINDOW], root=root)
         sequence.history += self._index.pin(hashes)
         sequence.hashes += hashes
+        sequence.num_shared = len(hashes)
         return sequence
 
     def _promise(self, needed: Mapping[PoolKind, int], beside: Mapping[PoolKind, int] | None = None) -> None:

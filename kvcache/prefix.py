@@ -95,12 +95,12 @@ class PrefixIndex:
         self._history.pin(pages)
         return pages
 
-    def unpin(self, pages: Sequence[int]) -> None:
-        """A sequence lets go of its blocks' pages, given in the order of the chain."""
+    def unpin(self, pages: Sequence[int]) -> list[int]:
+        """A sequence lets go of pages, given in the order of its chain; those that nobody knows any more."""
         at_rest, freed = self._history.unpin(pages[::-1])
-        assert not freed
         by_page = self._by_page
         self._resting.update([(by_page[page], None) for page in at_rest])
+        return freed
 
     def pin_check_point(self, block: BlockHash) -> CheckPoint:
         """A sequence begins at this border: it reads the two window pages from now on."""

@@ -1,4 +1,4 @@
-"""Copies between live compressor rows and snapshot rows, and blank pages for a replay.
+"""Copies between live compressor rows and snapshot rows, pages of forks, and blank pages for a replay.
 
 At a block border a c4a layer needs the older half of its last four rows, of the main compressor and of the indexer's;
 a c128a layer needs nothing. Knows bytes; which border, which row and why is decided elsewhere.
@@ -47,6 +47,11 @@ class CheckPointCopier:
         self._pools.storage(PoolKind.STATE)[state_row].zero_()
         for page in window:
             self._pools.storage(PoolKind.WINDOW)[page].zero_()
+
+    def copy(self, kind: PoolKind, source: int, target: int) -> None:
+        """A whole page, for a fork."""
+        storage = self._pools.storage(kind)
+        storage[target].copy_(storage[source])
 
 
 def _rows(pools: CachePools, region: Region, page: int) -> Tensor:

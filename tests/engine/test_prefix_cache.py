@@ -1,129 +1,22 @@
 """Hits change nothing: tokens, log-probabilities and the bytes of the cache are those of an engine without one."""
 
-import ctypes
 import random
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 import torch
-from oracle.builder import Variant, random_weights
+from support.side import LARGE, REPLAY, TINY, Side, leg, local, make_model, ship, words
 
-from headrace.config.tree import EngineSection
-from headrace.core.blocks import root_hash
-from headrace.core.clock import ManualClock
-from headrace.core.kv_events import BlockRemoved, BlockStored
+from headrace.core.kv_events import BlockRemoved
 from headrace.core.pools import PoolKind
 from headrace.core.sampling import FinishReason, SamplingParams
 from headrace.engine import api
-from headrace.engine.build import layer_views
-from headrace.engine.core import Engine
-from headrace.kvcache.allocator import CacheManager
-from headrace.kvcache.layout import CacheLayout, CacheShape, Stream
-from headrace.kvcache.pools import CachePools
-from headrace.kvcache.segments import CacheGeometry, CacheMover
-from headrace.kvcache.snapshots import CheckPointCopier
-from headrace.model.config import ModelConfig
+from headrace.kvcache.layout import Stream
 from headrace.model.transformer import Transformer
-
-RATIOS = (0, 128, 4)
-VARIANT = Variant(name="prefix", seed=23, ratios=RATIOS, hash_layers=1, index_topk=8)
-REPLAY = 512
-"""128 positions for each of three layers, in whole blocks."""
-LARGE = {PoolKind.HISTORY: 64, PoolKind.WINDOW: 200, PoolKind.STATE: 8, PoolKind.SNAPSHOT: 16}
-TINY = {PoolKind.HISTORY: 7, PoolKind.WINDOW: 26, PoolKind.STATE: 4, PoolKind.SNAPSHOT: 2}
-ROOTS = {root_hash(b"fingerprint", salt) for salt in ("", "a", "b", "tenant")}
-SAMPLED = SamplingParams(max_tokens=9, seed=5, logprobs=0, ignore_eos=True)
-
-
-class Side:
-    """One engine, turned by hand; pages are poisoned whenever they are free."""
-
-    def __init__(
-        self,
-        model: Transformer,
-        kv_dtype: str = "fp8",
-        pages: dict = LARGE,
-        *,
-        cached: bool = True,
-        budget: int = 2048,
-        replay: int = REPLAY,
-    ) -> None:
-        self.layout = CacheLayout(CacheShape(RATIOS), kv_dtype)
-        self.pools = CachePools(self.layout, pages, poison=True)
-        self.manager = CacheManager(pages, self.pools.poison_pages, replay_tokens=replay)
-        self.mover = CacheMover(self.layout, self.pools)
-        self.copier = CheckPointCopier(self.layout, self.pools)
-        self.events: list[api.Event] = []
-        self.stored: set[bytes] = set()
-        self.engine = Engine(
-            model, layer_views(self.layout, self.pools), self.manager, self.copier,
-            EngineSection(max_num_batched_tokens=budget), ManualClock(), self._hear, lambda error: None, 4096,
-            b"fingerprint" if cached else None,
-        )  # fmt: skip
-
-    def _hear(self, events: list[api.Event]) -> None:
-        self.events += events
-        for event in events:
-            for change in event.changes if isinstance(event, api.CacheChanged) else ():
-                match change:
-                    case BlockStored(block, parent, _):
-                        # A root is nobody's block; else the chain has no hole at any time.
-                        assert parent in self.stored or parent in ROOTS
-                        self.stored.add(block)
-                    case BlockRemoved(block):
-                        self.stored.remove(block)
-
-    def turns(self, *commands: api.Command, num: int = 700) -> None:
-        for command in commands:
-            self.engine.post(command)
-        for _ in range(num):
-            self.engine.turn()
-            assert not self.manager.audit()
-            if not self.engine.load().running and not self.engine.load().queued_tokens:
-                break
-
-    def of(self, key: int, kind: type) -> list[api.Event]:
-        return [e for e in self.events if isinstance(e, kind) and e.key == key]
-
-    def one(self, key: int, kind: type) -> api.Event:
-        (event,) = self.of(key, kind)
-        return event
-
-    def output(self, key: int) -> list[tuple[int, int, float]]:
-        return [(e.index, e.token, e.logprobs.logprob) for e in self.of(key, api.TokenSampled)]
-
-    def run(self, key: int, prompt: tuple[int, ...], sampling: SamplingParams = SAMPLED, salt: str = "") -> list:
-        """One request alone, to its end."""
-        self.turns(api.Submit(local(key, prompt, sampling, salt)))
-        assert not self.of(key, api.SequenceFailed)
-        assert not self.of(key, api.Refused)
-        return self.output(key)
-
-    def cached_tokens(self, key: int) -> int:
-        return self.one(key, api.Started).cached_tokens
-
-
-def local(key: int, prompt: tuple[int, ...], sampling: SamplingParams = SAMPLED, salt: str = "") -> api.EngineRequest:
-    return api.EngineRequest(
-        key=key, kind=api.LegKind.LOCAL, prompt=prompt, num_output_tokens=0, sampling=sampling, namespace=salt
-    )
-
-
-def leg(key: int, kind: api.LegKind, prompt: tuple[int, ...]) -> api.EngineRequest:
-    return api.EngineRequest(key=key, kind=kind, prompt=prompt, num_output_tokens=0, sampling=SAMPLED)
-
-
-def words(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(torch.randint(2, VARIANT.vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    weights = {k: v if v.dtype == torch.int64 else v.float() for k, v in random_weights(VARIANT).items()}
-    return Transformer(ModelConfig.from_dict(VARIANT.config()), weights, bf16=True, max_positions=4096)
+    return make_model()
 
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
@@ -330,19 +223,9 @@ def test_without_a_replay_it_would_be_wrong(model):
 
 def hand_over(p: Side, d: Side, key: int, prompt: tuple[int, ...]) -> tuple[list, int, int]:
     """One request over both; its output, the blocks that were shipped and the tokens that were not computed."""
-    length, limit = len(prompt), 1 << 20
     p.turns(api.Submit(leg(key, api.LegKind.PREFILL, prompt)), api.Start(key))
     d.turns(api.Submit(leg(key, api.LegKind.GENERATE, prompt)))
-    reserved, sent = d.one(key, api.Reserved), p.one(key, api.SequenceFinished).pages
-    held, geometry, covered = reserved.held_tokens // 256, CacheGeometry(p.layout), set()
-    blocks = length // 256 - held
-    segments = geometry.history_segments(held, blocks, limit) if blocks else []
-    for ranges in segments + geometry.tail_segments(length, limit):
-        buffer = ctypes.create_string_buffer(geometry.payload_bytes(ranges, length) + 64)
-        digest = p.mover.gather(sent, ranges, length, ctypes.addressof(buffer))
-        assert d.mover.scatter(reserved.pages, ranges, length, ctypes.addressof(buffer)) == digest
-        covered |= geometry.split(ranges)
-    assert covered == geometry.expected(length, held)
+    blocks = ship(p, d, key, len(prompt))
     first = p.one(key, api.TokenSampled)
     p.turns(api.Release(key))
     d.turns(api.Admit(key, first.token, first.index))

@@ -153,6 +153,27 @@ class PrefixMachine(RuleBasedStateMachine):
             if row >= 0:
                 self.bytes[SNAPSHOT, row] = (sequence.letters[:blocks], end)
 
+    @rule(number=st.integers(0, 99), forks=st.integers(1, 2))
+    def fork(self, number, forks):
+        """Others go on from where one stands; what is partial is copied."""
+        found = self.pick(number)
+        if not found or not found[1].computed or self.manager._sequences[found[0]].length != found[1].computed:
+            return
+        key, sequence = found
+        ids = [self.next_key + at for at in range(1, forks + 1)]
+        self.next_key += forks
+        try:
+            self.manager.reserve_forks(key, ids, sequence.computed, reserve_tokens=50)
+        except NoFreePages:
+            del self.open[key]
+            assert key not in self.manager
+            return
+        for other in ids:
+            for kind, source, target in self.manager.fork(key, other, sequence.computed):
+                self.bytes[kind, target] = self.bytes.get((kind, source))
+            twin = self.open[other] = Sequence(sequence.letters, sequence.length, sequence.hit)
+            twin.computed = sequence.computed
+
     @rule(number=st.integers(0, 99))
     def hold(self, number):
         """A prefill is over; a taker still reads its pages."""
