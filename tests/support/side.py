@@ -46,6 +46,7 @@ class Side:
         cached: bool = True,
         budget: int = 2048,
         replay: int = REPLAY,
+        longest: int = 4096,
     ) -> None:
         self.layout = CacheLayout(CacheShape(RATIOS), kv_dtype)
         self.pools = CachePools(self.layout, pages, poison=True)
@@ -56,7 +57,7 @@ class Side:
         self.stored: set[bytes] = set()
         self.engine = Engine(
             model, layer_views(self.layout, self.pools), self.manager, self.copier,
-            EngineSection(max_num_batched_tokens=budget), ManualClock(), self._hear, lambda error: None, 4096,
+            EngineSection(max_num_batched_tokens=budget), ManualClock(), self._hear, lambda error: None, longest,
             b"fingerprint" if cached else None,
         )  # fmt: skip
 
@@ -116,9 +117,9 @@ def words(seed: int, length: int) -> tuple[int, ...]:
     return tuple(torch.randint(2, VARIANT.vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def make_model() -> Transformer:
+def make_model(longest: int = 4096) -> Transformer:
     weights = {k: v if v.dtype == torch.int64 else v.float() for k, v in random_weights(VARIANT).items()}
-    return Transformer(ModelConfig.from_dict(VARIANT.config()), weights, bf16=True, max_positions=4096)
+    return Transformer(ModelConfig.from_dict(VARIANT.config()), weights, bf16=True, max_positions=longest)
 
 
 def ship(p: Side, d: Side, key: int, length: int) -> int:
