@@ -14,7 +14,7 @@ from headrace.model.config import ModelConfig
 CHUNKS = ([SHORT], [7, 1, 122, 37], [64], [3, 1, 124, 1, 127], [1])
 """Whole; across every border; page by page; up to each border; token by token."""
 LONG_CHUNKS = ([LONG], [256], [1023, 1, 1, 100], [2047, 1])
-IN_EVERY_RUN = ("released_yarn", "odd_sizes")
+IN_EVERY_RUN = ("released_yarn",)
 """Variants whose long prompts are part of the plain test command; the others' run nightly."""
 
 
