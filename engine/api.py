@@ -103,7 +103,12 @@ class AbortChoice:
     choice: int
 
 
-Command: TypeAlias = Submit | Start | Admit | Release | AbortSequence | AbortChoice
+@dataclass(frozen=True)
+class ClearCache:
+    """Forget every block and check-point that no sequence reads."""
+
+
+Command: TypeAlias = Submit | Start | Admit | Release | AbortSequence | AbortChoice | ClearCache
 
 # ---- events ----
 

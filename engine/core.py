@@ -33,6 +33,7 @@ from .api import (
     Admit,
     CacheChanged,
     ChunkDone,
+    ClearCache,
     Command,
     EngineLoad,
     EngineRequest,
@@ -187,6 +188,8 @@ class Engine:
                 for sequence in self._choices(key):
                     if sequence.choice == choice and sequence.phase is Phase.RUNNING:
                         self._finish(sequence, None, None)
+            case ClearCache():
+                self._manager.clear_cache()
 
     def _submit(self, request: EngineRequest) -> None:
         assert request.key not in self._sequences, "keys are never reused"

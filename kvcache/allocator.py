@@ -440,6 +440,10 @@ class CacheManager:
         """A border that is of no more use than others."""
         self._index.drop_check_point(block)
 
+    def clear_cache(self) -> None:
+        """Forget what no sequence reads."""
+        self._index.clear()
+
     def drain_events(self) -> tuple[KvEvent, ...]:
         """What may be hit has changed so since the last call."""
         return self._index.drain_events()

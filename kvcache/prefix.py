@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.blocks import BlockHash
-from ..core.kv_events import BlockRemoved, BlockStored, KvEvent
+from ..core.kv_events import BlockRemoved, BlockStored, CacheCleared, KvEvent
 from ..core.pools import PoolKind
 from .pages import PagePool, PageState
 
@@ -176,6 +176,14 @@ class PrefixIndex:
         freed = self._history.unindex(pages)
         assert len(freed) == num
         self._on_free(PoolKind.HISTORY, freed)
+
+    def clear(self) -> None:
+        """Forget every block that no sequence reads. One word says so, if nothing is left."""
+        told = len(self._events)
+        self._evict_blocks(len(self._resting))
+        if not self._blocks:
+            del self._events[told:]
+            self._events.append(CacheCleared())
 
     def _evict_window(self, num: int) -> None:
         """The oldest check-points one of whose pages nobody reads, until so many pages are free."""

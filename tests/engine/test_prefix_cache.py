@@ -141,6 +141,22 @@ def test_salts_never_share(model):
     assert side.cached_tokens(3) == 512
 
 
+def test_a_cleared_cache_is_cold(model):
+    """All of it at rest; of what is read only the rest goes."""
+    side = Side(model)
+    text = words(7, 700)
+    side.run(1, text)
+    side.turns(api.ClearCache(), num=1)
+    assert not side.stored
+    assert side.run(2, text)
+    assert side.cached_tokens(2) == 0
+    side.turns(api.Submit(leg(3, api.LegKind.PREFILL, text[:520])), num=1)
+    side.turns(api.ClearCache(), num=1)
+    assert len(side.stored) == side.manager.num_cached_blocks == 2
+    side.turns(api.AbortSequence(3))
+    assert all(c.free + c.cached == c.total for c in side.manager.counts().values())
+
+
 def test_scores_of_a_prompt_read_nothing_from_the_cache(model):
     """Every position is computed when its log-probability is asked for."""
     side = Side(model)

@@ -10,7 +10,7 @@ from oracle.builder import Variant, random_weights
 from headrace.config.tree import EngineSection
 from headrace.core.blocks import root_hash
 from headrace.core.clock import ManualClock
-from headrace.core.kv_events import BlockRemoved, BlockStored
+from headrace.core.kv_events import BlockRemoved, BlockStored, CacheCleared
 from headrace.core.pools import PoolKind
 from headrace.core.sampling import SamplingParams
 from headrace.engine import api
@@ -72,6 +72,8 @@ class Side:
                         self.stored.add(block)
                     case BlockRemoved(block):
                         self.stored.remove(block)
+                    case CacheCleared():
+                        self.stored.clear()
 
     def turns(self, *commands: api.Command, num: int = 700) -> None:
         for command in commands:
