@@ -193,6 +193,7 @@ class Worker:
             describe=self._describe,
             load=self._load_report,
             drain=self._drain,
+            clear_cache=lambda: built.engine.post(engine.ClearCache()),
             fatal=self._fatal,
             clock=self._clock,
         )

@@ -111,6 +111,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         describe: Callable[[], pb.WorkerDescription],
         load: Callable[[], pb.LoadReport],
         drain: Callable[[float], None],
+        clear_cache: Callable[[], None],
         fatal: Callable[[BaseException], None],
         clock: Clock,
         beat_s: float = BEAT_S,
@@ -122,6 +123,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self._describe = describe
         self._load = load
         self._drain = drain
+        self._clear_cache = clear_cache
         self._fatal = fatal
         self._clock = clock
         self._beat_s = beat_s
@@ -155,6 +157,11 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"budget_s must be 0 to {MAX_DRAIN_S:.0f}")
         self._drain(request.budget_s)
         return pb.DrainReply()
+
+    async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheReply:
+        """Forget the prefix cache before the next step; what that did is in the cache's changes."""
+        self._clear_cache()
+        return pb.ClearCacheReply()
 
     async def KvSnapshot(self, request: pb.KvSnapshotRequest, context: Any) -> None:
         await self._kv.snapshot(request, context)

@@ -87,6 +87,7 @@ class Server:
     def __init__(self, rig: Any, beat_s: float, silence_s: float) -> None:
         self.rig = rig
         self.drained: list[float] = []
+        self.cleared: list[bool] = []
         self.faults: list[BaseException] = []
         self.kv = KvStreams(Incarnation(77), KvLog(max_messages=4), beat_s=beat_s)
         self.service = EngineService(
@@ -102,6 +103,7 @@ class Server:
             describe=lambda: pb.WorkerDescription(worker_id="decode-0", protocol=PROTOCOL, state="ready"),
             load=lambda: pb.LoadReport(running=3, state="ready"),
             drain=self.drained.append,
+            clear_cache=lambda: self.cleared.append(True),
             fatal=self.faults.append,
             clock=MonotonicClock(),
             beat_s=beat_s,
@@ -463,6 +465,8 @@ def test_describe_load_and_drain_answer_beside_sessions(serve: Callable[..., Non
             assert (await stub.Load(pb.LoadRequest())).running == 3
             await stub.Drain(pb.DrainRequest(budget_s=3.0))
             assert server.drained == [3.0]
+            await stub.ClearCache(pb.ClearCacheRequest(), timeout=5)
+            assert server.cleared == [True]
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Drain(pb.DrainRequest(budget_s=math.nan))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
