@@ -7,11 +7,12 @@ thread; nothing here waits.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import heapq
 import itertools
 import logging
-from collections import deque
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 
 from ..config.tree import RouterSection
 from ..core.clock import Clock
@@ -32,7 +33,7 @@ log = logging.getLogger("headrace.router.dispatch")
 
 @dataclass(frozen=True)
 class Output:
-    """News of one sequence: tokens in order, scored prompt tokens, or the end."""
+    """News of one choice: tokens in order, scored prompt tokens, or the end."""
 
     index: int
     tokens: tuple[j.OutToken, ...] = ()
@@ -66,11 +67,20 @@ class Inbox:
 
 
 @dataclass
+class _Pace:
+    """When one choice's tokens came."""
+
+    last_token_s: float | None = None
+    num_tokens: int = 0
+
+
+@dataclass
 class Sequence:
     """A journey, and who hears of it."""
 
     journey: j.Journey
     index: int
+    """Under which its first choice is known; the others follow."""
     inbox: Inbox
     request_id: str
     cache_salt: str
@@ -79,14 +89,22 @@ class Sequence:
     priority: int
     traceparent: str
     arrived_s: float
-    order: int
+    order: tuple[int, int]
+    """By arrival; then by choice, of the parts of a journey that split."""
+    parts: dict[int, Sequence] = field(default_factory=dict)
+    """By choice: what goes on after the journey split."""
+    is_part: bool = False
+    paces: defaultdict[int, _Pace] = field(default_factory=lambda: defaultdict(_Pace))
+    """By choice."""
     decision: Decision | None = None
     """The last one."""
     is_waiting: bool = False
     timer: asyncio.TimerHandle | None = None
     armed_s: float = 0.0
-    last_token_s: float | None = None
-    num_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(pace.num_tokens for pace in self.paces.values())
 
 
 @dataclass
@@ -141,8 +159,8 @@ class Dispatcher:
         self._orders = itertools.count()
         self._legs: dict[int, _OpenLeg] = {}
         self._num_waiting = 0
-        self._alive: dict[int, Sequence] = {}
-        self._queue: list[tuple[int, int, Sequence, frozenset[tuple[str, int]]]] = []
+        self._alive: dict[tuple[int, int], Sequence] = {}
+        self._queue: list[tuple[int, tuple[int, int], Sequence, frozenset[tuple[str, int]]]] = []
         """Heap by priority and arrival; ended sequences are skipped when they come up."""
         self._pump_timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
@@ -217,14 +235,17 @@ class Dispatcher:
         chains: BlockChains | None = None,
         priority: int = 0,
         traceparent: str = "",
+        seeds: tuple[int, ...] = (),
     ) -> Sequence:
-        """Send one sequence on its way; its outputs come to `inbox` under `index`."""
+        """Send one prompt on its way. What comes of its choices, one for each of `seeds`, comes to `inbox` under
+        `index` and the numbers after it; without seeds there is one."""
         journey = j.Journey(
             prompt=prompt,
             sampling=sampling,
             deadline_s=deadline_s,
             limits=self._limits,
             new_leg=lambda: next(self._leg_numbers),
+            seeds=seeds,
         )
         sequence = Sequence(
             journey=journey,
@@ -236,24 +257,32 @@ class Dispatcher:
             priority=priority,
             traceparent=traceparent,
             arrived_s=arrived_s,
-            order=next(self._orders),
+            order=(next(self._orders), 0),
         )
-        self._alive[sequence.order] = sequence
-        self._idle.clear()
-        self._do(sequence, journey.start(self._clock.now_s()))
+        self._start(sequence)
         return sequence
 
-    def enough(self, sequence: Sequence) -> None:
-        """The edge found a stop string."""
-        self._handle(sequence, j.Enough())
+    def _start(self, sequence: Sequence) -> None:
+        self._alive[sequence.order] = sequence
+        self._idle.clear()
+        self._do(sequence, sequence.journey.start(self._clock.now_s()))
+
+    def enough(self, sequence: Sequence, choice: int) -> None:
+        """The edge found a stop string in a choice."""
+        part = sequence.parts.get(choice)
+        if part is not None:
+            self._handle(part, j.Enough())
+        else:
+            self._handle(sequence, j.Enough(choice))
         self._pump()
 
     def cancel(self, sequence: Sequence, error: HeadraceError | None = None) -> None:
         """The client is gone."""
-        if not sequence.journey.is_over:
-            self.metrics.cancellations.labels(sequence.journey.state.value).inc()
-            self._handle(sequence, j.Cancel(error) if error is not None else j.Cancel())
-            self._pump()
+        for going in (sequence, *sequence.parts.values()):
+            if not going.journey.is_over:
+                self.metrics.cancellations.labels(going.journey.state.value).inc()
+                self._handle(going, j.Cancel(error) if error is not None else j.Cancel())
+                self._pump()
 
     # ---- from sessions ----
 
@@ -312,6 +341,10 @@ class Dispatcher:
                 self._open(sequence, action)
             elif isinstance(action, j.AbortLeg):
                 self._abort(action.leg)
+            elif isinstance(action, j.AbortChoice):
+                self._abort_choice(action)
+            elif isinstance(action, j.Split):
+                self._split(sequence, action)
             elif isinstance(action, j.CloseLeg):
                 self._close(action)
             elif isinstance(action, j.Score):
@@ -408,6 +441,28 @@ class Dispatcher:
             self._sessions[leg.address].send(pb.RouterMessage(abort=pb.Abort(leg=number)))
             self._forget(number)
 
+    def _abort_choice(self, action: j.AbortChoice) -> None:
+        leg = self._legs.get(action.leg)
+        if leg is not None:
+            self._sessions[leg.address].send(pb.RouterMessage(abort=pb.Abort(leg=action.leg, choice=action.choice)))
+
+    def _split(self, sequence: Sequence, action: j.Split) -> None:
+        """The journey has ended; its choices go on, in its place in the queue."""
+        for choice, journey in action.parts:
+            part = dataclasses.replace(
+                sequence,
+                journey=journey,
+                index=sequence.index + choice,
+                order=(sequence.order[0], 1 + choice),
+                is_part=True,
+                paces=defaultdict(_Pace, {0: sequence.paces[choice]}),
+                parts={},
+                timer=None,
+            )
+            sequence.parts[choice] = part
+            self._start(part)
+        self._over(sequence)
+
     def _close(self, action: j.CloseLeg) -> None:
         leg = self._legs.get(action.leg)
         if leg is not None and action.refused:
@@ -450,37 +505,48 @@ class Dispatcher:
         path = sequence.journey.stats.path
         count = len(action.tokens)
         gaps, gap_s = count, 0.0
-        if sequence.last_token_s is None:
+        if not sequence.num_tokens:
             self.metrics.ttft.labels(path).observe(now_s - sequence.arrived_s)
+        pace = sequence.paces[action.choice]
+        if pace.last_token_s is None:
             gaps -= 1
         else:
-            gap_s = (now_s - sequence.last_token_s) / count
-        if sequence.num_tokens <= 1 < sequence.num_tokens + count:
+            gap_s = (now_s - pace.last_token_s) / count
+        if pace.num_tokens <= 1 < pace.num_tokens + count:
             self.metrics.second_token.labels(path).observe(gap_s)
         for _ in range(gaps):
             self.metrics.itl.labels(path).observe(gap_s)
-        sequence.last_token_s = now_s
-        sequence.num_tokens += count
+        pace.last_token_s = now_s
+        pace.num_tokens += count
         self.metrics.generation_tokens.inc(count)
-        sequence.inbox.put(Output(sequence.index, tokens=action.tokens))
+        sequence.inbox.put(Output(sequence.index + action.choice, tokens=action.tokens))
 
-    def _end(self, sequence: Sequence, action: j.End) -> None:
+    def _over(self, sequence: Sequence) -> None:
+        """The journey has ended: what it costs is counted, that of the prompt with the journey that computed it."""
         self._set_waiting(sequence, False)
         self._alive.pop(sequence.order, None)
         if not self._alive:
             self._idle.set()
-        journey = sequence.journey
-        stats = journey.stats
-        now_s = self._clock.now_s()
-        self.metrics.e2e.labels(stats.path).observe(now_s - sequence.arrived_s)
+        stats = sequence.journey.stats
         self.metrics.stale.inc(stats.stale_tokens)
+        if sequence.is_part:
+            return
         if stats.placed_s is not None:
             self.metrics.queue_time.observe(stats.placed_s - sequence.arrived_s)
         if stats.prefill_s:
             self.metrics.prefill_time.labels(stats.path).observe(stats.prefill_s)
         self.metrics.cached_tokens.inc(stats.cached_tokens)
+
+    def _end(self, sequence: Sequence, action: j.End) -> None:
+        journey = sequence.journey
         if action.reason is not None:
             self.metrics.finished.labels(action.reason.value).inc()
+        if not action.last:
+            sequence.inbox.put(Output(sequence.index + action.choice, end=action))
+            return
+        self._over(sequence)
+        now_s = self._clock.now_s()
+        self.metrics.e2e.labels(journey.stats.path).observe(now_s - sequence.arrived_s)
         if action.state is j.State.SHED and action.error is not None:
             self.metrics.rejections.labels(error_code(action.error)).inc()
         log.debug(
@@ -488,7 +554,10 @@ class Dispatcher:
             sequence.request_id, sequence.index, action.state.value, sequence.num_tokens, journey.attempt + 1,
             str(action.error) if action.error is not None else None,
         )  # fmt: skip
-        sequence.inbox.put(Output(sequence.index, end=action))
+        # An error is told of every choice: those that have ended do not hear it.
+        choices = range(journey.num_choices) if action.error is not None else (action.choice,)
+        for choice in choices:
+            sequence.inbox.put(Output(sequence.index + choice, end=action))
 
     # ---- time ----
 

@@ -1,4 +1,5 @@
-"""One accepted request: its sequences, what they say, and their end. HTTP and gRPC are two readers of it."""
+"""One accepted request: a sequence for each prompt, what their choices say, and their end. HTTP and gRPC are two
+readers of it."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ class Edge:
             HeadraceError: refused; nothing was allocated.
         """
         request = await settle(draft, self.model, self.bounds(), self.pool)
-        self.dispatcher.check_capacity(request.num_choices)
+        self.dispatcher.check_capacity(len(request.prompts))
         chains = await self._hash(request)
         return Generation(request, self, arrived_s, chains)
 
@@ -104,20 +105,22 @@ class Generation:
         deadline_s = arrived_s + min(request.timeout_s, edge.request_timeout_s)
         self.sequences: list[Sequence] = [
             edge.dispatcher.submit(
-                index=choice,
+                index=number * request.n,
                 inbox=self._inbox,
-                prompt=request.prompts[choice // request.n].ids,
-                sampling=request.sampling_of(choice),
+                prompt=prompt.ids,
+                sampling=request.sampling,
+                seeds=request.seeds,
                 deadline_s=deadline_s,
                 arrived_s=arrived_s,
                 request_id=request.request_id,
                 cache_salt=request.cache_salt,
-                chains=chains[choice // request.n],
+                chains=chains[number],
                 priority=request.priority,
                 traceparent=request.traceparent,
             )
-            for choice in range(request.num_choices)
+            for number, prompt in enumerate(request.prompts)
         ]
+        """By prompt."""
         edge.dispatcher.metrics.prompt_tokens.inc(sum(len(prompt.ids) for prompt in request.prompts))
 
     def __enter__(self) -> Generation:
@@ -145,14 +148,9 @@ class Generation:
         return Usage(
             prompt_tokens=sum(len(prompt.ids) for prompt in request.prompts),
             completion_tokens=sum(answer.num_tokens for answer in self.answers),
-            cached_tokens=sum(self._cached_tokens(prompt) for prompt in range(len(request.prompts))),
+            cached_tokens=sum(sequence.journey.stats.cached_tokens for sequence in self.sequences),
             reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),
         )
-
-    def _cached_tokens(self, prompt: int) -> int:
-        """What no choice had to compute: one of them may have found what another has just computed."""
-        n = self.request.n
-        return min(sequence.journey.stats.cached_tokens for sequence in self.sequences[prompt * n : (prompt + 1) * n])
 
     async def updates(self, idle_s: float) -> AsyncIterator[list[Update]]:
         """What is new, step by step, until every choice is complete; an empty list after `idle_s` of silence.
@@ -200,7 +198,8 @@ class Generation:
         if answer.finish is not None:
             update.finished = True
             self._open.discard(choice)
-            self._edge.dispatcher.enough(self.sequences[choice])
+            prompt, number = divmod(choice, self.request.n)
+            self._edge.dispatcher.enough(self.sequences[prompt], number)
 
     def _end(self, updates: list[Update], choice: int, end: End) -> None:
         answer = self.answers[choice]

@@ -1,10 +1,12 @@
-"""One sequence's way through the cluster: legs, attempts, migration, and exactly one end.
+"""One prompt's way through the cluster: legs, attempts, migration, and exactly one end of each of its choices.
 
 Decides without I/O: `handle(event, now_s) -> actions`. The first token comes from the PREFILL (or LOCAL) leg, the
 GENERATE leg continues behind it; tokens are delivered in order of their output index, doubles are dropped, a gap within
 a leg is a fault of the worker. What was delivered is the journal: a lost decode worker is replaced by submitting prompt
 and journal again, and since draws depend on the output index alone, the stream goes on as if nothing had happened.
-Knows legs and workers by name; not sockets, not text.
+Several choices share prompt, legs and attempts until something of them was delivered; if their workers are lost after
+that, they share no prompt any more, and each goes on as a journey of its own. Knows legs and workers by name; not
+sockets, not text.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ class State(Enum):
     STREAMING = "streaming"
     MIGRATING = "migrating"
     """Some tokens were delivered, and the workers that made them are lost."""
+    SPLIT = "split"
+    """The same with several choices: each that has not ended goes on by itself."""
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -54,10 +58,13 @@ class Move(Enum):
     PLACED = "placed"
     RESERVED = "reserved"
     TOKEN = "token"
+    CHOICE_OVER = "choice_over"
+    """One of several choices has ended, others go on."""
     DEFER = "defer"
     """A worker has no room now; costs no attempt."""
     RETRY = "retry"
     MIGRATE = "migrate"
+    SPLIT = "split"
     FINISH = "finish"
     GIVE_UP = "give_up"
     SHED = "shed"
@@ -88,7 +95,9 @@ NEXT: Mapping[State, Mapping[Move, State]] = {
     S.STREAMING: {
         M.RESERVED: S.STREAMING,
         M.TOKEN: S.STREAMING,
+        M.CHOICE_OVER: S.STREAMING,
         M.MIGRATE: S.MIGRATING,
+        M.SPLIT: S.SPLIT,
         M.FINISH: S.DONE,
         M.GIVE_UP: S.FAILED,
         M.CANCEL: S.CANCELLED,
@@ -106,10 +115,10 @@ NEXT: Mapping[State, Mapping[Move, State]] = {
         M.CANCEL: S.CANCELLED,
     },
     # After the end everything is late, and harmless.
-    **{end: dict.fromkeys(Move, end) for end in (S.DONE, S.FAILED, S.CANCELLED, S.SHED)},
+    **{end: dict.fromkeys(Move, end) for end in (S.DONE, S.FAILED, S.CANCELLED, S.SHED, S.SPLIT)},
 }
 
-ENDS = frozenset({S.DONE, S.FAILED, S.CANCELLED, S.SHED})
+ENDS = frozenset({S.DONE, S.FAILED, S.CANCELLED, S.SHED, S.SPLIT})
 
 
 class LegKind(Enum):
@@ -127,6 +136,7 @@ class OutToken:
     index: int
     id: int
     logprobs: TokenLogprobs | None = None
+    choice: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,6 +172,8 @@ class LegReport:
     scored: tuple[OutToken, ...] = ()
     """Prompt tokens with log-probabilities; `index` is the prompt position."""
     transferred: Transferred | None = None
+    ended_choices: tuple[int, ...] = ()
+    """Choices that ended while others go on; why, their tokens tell."""
     finished: LegFinished | None = None
     failed: HeadraceError | None = None
 
@@ -199,7 +211,9 @@ class LegLost:
 
 @dataclass(frozen=True)
 class Enough:
-    """The router needs no more tokens: a stop string was found."""
+    """The router needs no more tokens of a choice: a stop string was found."""
+
+    choice: int = 0
 
 
 @dataclass(frozen=True)
@@ -242,12 +256,22 @@ class OpenLeg:
     """How many ids at the end of `prompt` were delivered earlier."""
     sampling: SamplingParams
     """max_tokens and min_tokens count from here on."""
+    seeds: tuple[int, ...]
+    """Of several choices; empty: one choice."""
     timeout_s: float
 
 
 @dataclass(frozen=True)
 class AbortLeg:
     leg: int
+
+
+@dataclass(frozen=True)
+class AbortChoice:
+    """One choice of a leg is needed no more."""
+
+    leg: int
+    choice: int
 
 
 @dataclass(frozen=True)
@@ -260,9 +284,10 @@ class CloseLeg:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Tokens in order, none twice."""
+    """Tokens of one choice in order, none twice."""
 
     tokens: tuple[OutToken, ...]
+    choice: int = 0
 
 
 @dataclass(frozen=True)
@@ -274,15 +299,26 @@ class Score:
 
 @dataclass(frozen=True)
 class End:
-    """The one terminal reply of the sequence."""
+    """The one terminal reply of a choice; with an error, of every choice that has none."""
 
     state: State
     reason: FinishReason | None
     stop_token_id: int | None
     error: HeadraceError | None
+    choice: int = 0
+    last: bool = True
+    """No other choice goes on: the journey has ended."""
 
 
-Action: TypeAlias = Place | OpenLeg | AbortLeg | CloseLeg | Deliver | Score | End
+@dataclass(frozen=True)
+class Split:
+    """The journey has ended; these choices go on, each by a journey of its own that is to be started."""
+
+    parts: tuple[tuple[int, Journey], ...]
+    """(choice, journey)"""
+
+
+Action: TypeAlias = "Place | OpenLeg | AbortLeg | AbortChoice | CloseLeg | Deliver | Score | End | Split"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,13 +355,26 @@ class JourneyStats:
 class _Leg:
     kind: LegKind
     worker: WorkerRef
-    next_index: int | None = None
-    """Output index that this leg must say next; None before its first token."""
+    next_index: dict[int, int] = field(default_factory=dict)
+    """By choice: output index that this leg must say next; none before its first token."""
     is_open: bool = True
 
 
+@dataclass
+class _Choice:
+    """One choice's journal."""
+
+    seed: int
+    emitted: list[int] = field(default_factory=list)
+    pending: dict[int, OutToken] = field(default_factory=dict)
+    """Tokens of the GENERATE leg that came before the first one, which comes over another session."""
+    ended_by: _Leg | None = None
+    """A leg that said its last token, some of which may have to wait for the prefill's."""
+    is_over: bool = False
+
+
 class Journey:
-    """The state of one sequence."""
+    """The state of one prompt and its choices."""
 
     def __init__(
         self,
@@ -336,9 +385,11 @@ class Journey:
         limits: JourneyLimits,
         new_leg: Callable[[], int],
         new_transfer: Callable[[], TransferId] = new_transfer_id,
+        seeds: tuple[int, ...] = (),
     ) -> None:
         """
         Args:
+            seeds: one choice for each, instead of the sampling's seed; empty: one choice.
             deadline_s: when the whole request must have ended, on the clock of `now_s`.
             new_leg: draws leg numbers; never the same twice in this process.
         """
@@ -347,18 +398,14 @@ class Journey:
         self.state = State.PLANNED
         self.stats = JourneyStats()
         self.attempt = 0
-        self.emitted: list[int] = []
+        self._choices = [_Choice(seed) for seed in seeds or (sampling.seed,)]
         self._deadline_s = deadline_s
         self._limits = limits
         self._new_leg = new_leg
         self._new_transfer = new_transfer
         self._legs: dict[int, _Leg] = {}
-        self._pending: dict[int, OutToken] = {}
-        """Tokens of the GENERATE leg that came before the first one, which comes over another session."""
         self._base = 0
-        """Tokens delivered before this attempt."""
-        self._ended_leg: _Leg | None = None
-        """A leg that said its last token, some of which may have to wait for the prefill's."""
+        """Tokens of each choice delivered before this attempt; of several choices none."""
         self._avoid: set[tuple[str, int]] = set()
         self._failures = 0
         self._due_s = deadline_s
@@ -379,6 +426,15 @@ class Journey:
         return self.state in ENDS
 
     @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def emitted(self) -> list[int]:
+        """What is computed again with the prompt: a single choice's journal. Several have none when it counts."""
+        return self._choices[0].emitted
+
+    @property
     def open_legs(self) -> list[int]:
         return [number for number, leg in self._legs.items() if leg.is_open]
 
@@ -386,7 +442,7 @@ class Journey:
         """The first actions."""
         self._queue_until_s = now_s + self._limits.queue_s
         self._set_due(self._queue_until_s)
-        return [Place(frozenset())]
+        return [Place(frozenset(self._avoid))]
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         if self.is_over:
@@ -400,7 +456,7 @@ class Journey:
         elif isinstance(event, Unplaced):
             self._end(Move.SHED, error=event.error)
         elif isinstance(event, Enough):
-            self._end(Move.FINISH, reason=FinishReason.STOP)
+            self._enough(event.choice)
         elif isinstance(event, Cancel):
             self._end(Move.CANCEL, error=event.error)
         else:
@@ -441,6 +497,7 @@ class Journey:
                 prompt=(*self.prompt, *self.emitted),
                 num_output_tokens=len(self.emitted),
                 sampling=self._remaining_sampling(),
+                seeds=tuple(choice.seed for choice in self._choices) if self.num_choices > 1 else (),
                 timeout_s=max(self._deadline_s - now_s - 0.05, 0.05),
             )
         )
@@ -476,6 +533,12 @@ class Journey:
             return
         if report.transferred is not None:
             self.stats.transferred = report.transferred
+        for number in report.ended_choices:
+            if number >= self.num_choices:
+                self._leg_failed(leg, PeerLost(f"choice {number} of {self.num_choices} has ended"), now_s)
+                return
+            if not self._worker_ended(leg, self._choices[number], now_s):
+                return
         if report.finished is not None:
             self._leg_finished(event.leg, leg, report.finished, now_s)
         elif report.failed is not None:
@@ -483,62 +546,76 @@ class Journey:
             refused = report.failed.remedy is Remedy.LATER
             self._actions.append(CloseLeg(event.leg, refused=refused))
             self._leg_failed(leg, report.failed, now_s)
-        if not self.is_over:
-            self._check_end(now_s)
+        self._check_ends(now_s)
 
     def _tokens(self, number: int, leg: _Leg, tokens: tuple[OutToken, ...], now_s: float) -> bool:
         """Take in a leg's tokens; False if it broke the rules and the attempt is over."""
-        out: list[OutToken] = []
+        out: dict[int, list[OutToken]] = {}
         for token in tokens:
-            if self._has_ended:
-                break
-            if leg.next_index is None:
-                first = self._base + 1 if leg.kind is LegKind.GENERATE else self._base
-                in_order = token.index == first or (leg.kind is LegKind.GENERATE and token.index == self._base)
-            else:
-                in_order = token.index == leg.next_index
-            if not in_order:
-                # Doubles within a leg are as wrong as gaps, but harmless.
-                if leg.next_index is not None and token.index < leg.next_index:
-                    self.stats.stale_tokens += 1
-                    continue
+            wrong = self._token(leg, token, out)
+            if wrong is not None:
                 self._deliver(out, now_s)
                 self._actions.append(AbortLeg(number))
                 leg.is_open = False
-                self._leg_failed(leg, PeerLost(f"output index {token.index} where another was due"), now_s)
+                self._leg_failed(leg, PeerLost(wrong), now_s)
                 return False
-            leg.next_index = token.index + 1
-            next_index = len(self.emitted)
-            if token.index < next_index:
-                self.stats.stale_tokens += 1
-            elif token.index > next_index:
-                self._pending[token.index] = token
-            else:
-                self._take(token, out)
         self._deliver(out, now_s)
         return True
 
-    def _take(self, token: OutToken | None, out: list[OutToken]) -> None:
-        """Append `token` and all that waited for it, up to the one that ends the request."""
-        while token is not None and not self._has_ended:
-            out.append(token)
-            self.emitted.append(token.id)
-            token = self._pending.pop(len(self.emitted), None)
+    def _token(self, leg: _Leg, token: OutToken, out: dict[int, list[OutToken]]) -> str | None:
+        """Take in one token; what is wrong with it, if anything is."""
+        if token.choice >= self.num_choices:
+            return f"a token of choice {token.choice} of {self.num_choices}"
+        choice = self._choices[token.choice]
+        if choice.is_over or self._is_complete(choice):
+            self.stats.stale_tokens += choice.is_over
+            return None
+        due = leg.next_index.get(token.choice)
+        if due is None:
+            first = self._base + 1 if leg.kind is LegKind.GENERATE else self._base
+            in_order = token.index == first or (leg.kind is LegKind.GENERATE and token.index == self._base)
+        else:
+            in_order = token.index == due
+        if not in_order:
+            # Doubles within a leg are as wrong as gaps, but harmless.
+            if due is not None and token.index < due:
+                self.stats.stale_tokens += 1
+                return None
+            return f"output index {token.index} where another was due"
+        leg.next_index[token.choice] = token.index + 1
+        next_index = len(choice.emitted)
+        if token.index < next_index:
+            self.stats.stale_tokens += 1
+        elif token.index > next_index:
+            choice.pending[token.index] = token
+        else:
+            self._take(choice, token, out.setdefault(token.choice, []))
+        return None
 
-    @property
-    def _has_ended(self) -> bool:
-        """Whether the journal itself says that the request is complete."""
-        emitted = self.emitted
+    def _take(self, choice: _Choice, token: OutToken | None, out: list[OutToken]) -> None:
+        """Append `token` and all that waited for it, up to the one that ends the choice."""
+        while token is not None and not self._is_complete(choice):
+            out.append(token)
+            choice.emitted.append(token.id)
+            token = choice.pending.pop(len(choice.emitted), None)
+
+    def _is_complete(self, choice: _Choice) -> bool:
+        """Whether the journal itself says that the choice has ended."""
+        emitted = choice.emitted
         return bool(emitted) and (emitted[-1] in self._stop_ids or len(emitted) >= self.sampling.max_tokens)
 
-    def _deliver(self, out: list[OutToken], now_s: float) -> None:
-        if not out:
-            return
-        self._move(Move.TOKEN)
-        self.stats.first_token_s = self.stats.first_token_s or now_s
-        self.stats.last_token_s = now_s
-        self._actions.append(Deliver(tuple(out)))
-        self._set_due(now_s + self._limits.stall_s)
+    @property
+    def _going_on(self) -> list[_Choice]:
+        """Choices of which more tokens must come."""
+        return [choice for choice in self._choices if not choice.is_over and not self._is_complete(choice)]
+
+    def _deliver(self, out: dict[int, list[OutToken]], now_s: float) -> None:
+        for number, tokens in sorted(out.items()):
+            self._move(Move.TOKEN)
+            self.stats.first_token_s = self.stats.first_token_s or now_s
+            self.stats.last_token_s = now_s
+            self._actions.append(Deliver(tuple(tokens), number))
+            self._set_due(now_s + self._limits.stall_s)
 
     def _leg_finished(self, number: int, leg: _Leg, finished: LegFinished, now_s: float) -> None:
         leg.is_open = False
@@ -546,30 +623,65 @@ class Journey:
         if leg.kind is not LegKind.GENERATE and self._base == 0:
             self.stats.prefill_s = finished.prefill_s
         if leg.kind is LegKind.PREFILL:
-            if len(self.emitted) == self._base:
+            if any(len(choice.emitted) == self._base for choice in self._going_on):
                 self._leg_failed(leg, PeerLost("the prefill ended without its token"), now_s)
-        elif self._token_expected:
-            self._ended_leg = leg
-        else:
+            return
+        for choice in self._going_on:
+            if not self._worker_ended(leg, choice, now_s):
+                return
+
+    def _worker_ended(self, leg: _Leg, choice: _Choice, now_s: float) -> bool:
+        """A leg says that a choice has ended; False if it cannot have, and the attempt is over."""
+        # A token of this attempt was said, or its prefill may still say it.
+        said = len(choice.emitted) > self._base or bool(choice.pending)
+        if not said and not any(other.kind is LegKind.PREFILL and other.is_open for other in self._legs.values()):
             self._leg_failed(leg, PeerLost("the worker ended the request without a token"), now_s)
+            return False
+        choice.ended_by = leg
+        return True
 
-    @property
-    def _token_expected(self) -> bool:
-        """A token of this attempt was said, or its prefill may still say it."""
-        said = len(self.emitted) > self._base or bool(self._pending)
-        return said or any(leg.kind is LegKind.PREFILL and leg.is_open for leg in self._legs.values())
+    def _check_ends(self, now_s: float) -> None:
+        """End what the journal says has ended. A worker that says so against the journal has lost tokens."""
+        for number, choice in enumerate(self._choices):
+            if self.is_over:
+                return
+            if choice.is_over:
+                continue
+            if self._is_complete(choice):
+                self._complete(number)
+            elif choice.ended_by is not None and not choice.pending and len(choice.emitted) > self._base:
+                self._leg_failed(choice.ended_by, PeerLost("the worker ended the request too early"), now_s)
+                return
 
-    def _check_end(self, now_s: float) -> None:
-        """End when the journal says so. A worker that says so against the journal has lost tokens."""
-        if self._has_ended:
-            last = self.emitted[-1]
-            if last in self._stop_ids:
-                eos = last in self.sampling.eos_token_ids and last not in self.sampling.stop_token_ids
-                self._end(Move.FINISH, reason=FinishReason.STOP, stop_token_id=None if eos else last)
-            else:
-                self._end(Move.FINISH, reason=FinishReason.LENGTH)
-        elif self._ended_leg is not None and not self._pending and len(self.emitted) > self._base:
-            self._leg_failed(self._ended_leg, PeerLost("the worker ended the request too early"), now_s)
+    def _complete(self, number: int) -> None:
+        """A choice's journal is complete."""
+        last = self._choices[number].emitted[-1]
+        if last not in self._stop_ids:
+            self._choice_over(number, FinishReason.LENGTH)
+            return
+        eos = last in self.sampling.eos_token_ids and last not in self.sampling.stop_token_ids
+        self._choice_over(number, FinishReason.STOP, None if eos else last)
+
+    def _choice_over(self, number: int, reason: FinishReason, stop_token_id: int | None = None) -> None:
+        choice = self._choices[number]
+        choice.is_over = True
+        choice.pending.clear()
+        if all(other.is_over for other in self._choices):
+            self._end(Move.FINISH, reason=reason, stop_token_id=stop_token_id, choice=number)
+        else:
+            self._move(Move.CHOICE_OVER)
+            self._actions.append(End(State.DONE, reason, stop_token_id, None, number, last=False))
+
+    def _enough(self, number: int) -> None:
+        choice = self._choices[number]
+        if choice.is_over:
+            return
+        self._choice_over(number, FinishReason.STOP)
+        if self.is_over or choice.ended_by is not None:
+            return
+        for leg_number, leg in self._legs.items():
+            if leg.is_open and leg.kind is not LegKind.PREFILL:
+                self._actions.append(AbortChoice(leg_number, number))
 
     # ---- failure ----
 
@@ -583,10 +695,11 @@ class Journey:
 
     def _leg_failed(self, leg: _Leg, error: HeadraceError, now_s: float) -> None:
         """One leg ended badly: ignore, try again, resume, or give up."""
-        if leg.kind is LegKind.PREFILL and len(self.emitted) > self._base:
+        going_on = self._going_on
+        if leg.kind is LegKind.PREFILL and all(len(choice.emitted) > self._base for choice in going_on):
             # The decode worker alone knows whether it has all.
             return
-        if self._has_ended:
+        if not going_on:
             return
         if error.remedy in (Remedy.CHANGE_REQUEST, Remedy.FIX_CONFIG):
             self._end(Move.GIVE_UP, error=error)
@@ -598,8 +711,9 @@ class Journey:
             if other.is_open:
                 self._actions.append(AbortLeg(number))
         self._legs.clear()
-        self._pending.clear()
-        self._ended_leg = None
+        for choice in self._choices:
+            choice.pending.clear()
+            choice.ended_by = None
         self.attempt += 1
         if error.remedy is Remedy.LATER and self.state is not State.STREAMING:
             self._move(Move.DEFER)
@@ -607,7 +721,7 @@ class Journey:
             return
         self._queue_until_s = now_s + self._limits.queue_s
         self._failures += 1
-        if not self.emitted:
+        if not any(choice.emitted for choice in self._choices):
             if self._failures >= self._limits.attempts:
                 self._end(Move.GIVE_UP, error=_as_peer_error(error))
                 return
@@ -617,8 +731,43 @@ class Journey:
             if self.stats.num_migrations > self._limits.migrations:
                 self._end(Move.GIVE_UP, error=_as_peer_error(error))
                 return
+            if self.num_choices > 1:
+                self._split()
+                return
             self._move(Move.MIGRATE)
         self._replan()
+
+    def _split(self) -> None:
+        """Each choice of which more must come goes on by itself."""
+        parts = []
+        for number, choice in enumerate(self._choices):
+            if choice.is_over:
+                continue
+            if self._is_complete(choice):
+                self._complete(number)
+            else:
+                parts.append((number, self._part(choice)))
+        self._move(Move.SPLIT)
+        self._actions.append(Split(tuple(parts)))
+
+    def _part(self, choice: _Choice) -> Journey:
+        part = Journey(
+            prompt=self.prompt,
+            # The prompt's scores came before its first token.
+            sampling=dataclasses.replace(self.sampling, seed=choice.seed, prompt_logprobs=None),
+            deadline_s=self._deadline_s,
+            limits=self._limits,
+            new_leg=self._new_leg,
+            new_transfer=self._new_transfer,
+        )
+        part._choices[0].emitted = choice.emitted
+        part.state = State.MIGRATING if choice.emitted else State.PLANNED
+        part.attempt = self.attempt
+        part._failures = self._failures
+        part._avoid = set(self._avoid)
+        part.stats.path = self.stats.path
+        part.stats.num_migrations = self.stats.num_migrations
+        return part
 
     def _replan(self) -> None:
         self._actions.append(Place(frozenset(self._avoid)))
@@ -659,6 +808,7 @@ class Journey:
         reason: FinishReason | None = None,
         stop_token_id: int | None = None,
         error: HeadraceError | None = None,
+        choice: int = 0,
     ) -> None:
         assert not self.is_over
         self._move(move)
@@ -668,7 +818,7 @@ class Journey:
             if leg.is_open and not taken:
                 leg.is_open = False
                 self._actions.append(AbortLeg(number))
-        self._actions.append(End(self.state, reason, stop_token_id, error))
+        self._actions.append(End(self.state, reason, stop_token_id, error, choice))
 
 
 def _as_peer_error(error: HeadraceError) -> HeadraceError:

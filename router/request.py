@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import PromptTooLong, RequestError, UnknownModel
-from ..core.sampling import SamplingParams
+from ..core.sampling import MAX_CHOICES, SamplingParams
 from . import dialect as d
 from .chat_format import ParseStart, fill_in_the_middle, render
 from .fields import (
@@ -33,7 +33,6 @@ from .messages import ChatPrompt, read_chat
 from .served_model import ServedModel
 from .tokenizer import Segment, TokenizerPool
 
-MAX_CHOICES = 128
 MAX_SEQUENCES = 1024
 MAX_PROMPTS = 1024
 MAX_STOPS = 16
@@ -136,12 +135,10 @@ class Request:
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
-    def sampling_of(self, choice: int) -> SamplingParams:
-        """The settings of one choice, counted through all prompts: distinct draws for each choice of one prompt."""
-        index = choice % self.n
-        if index == 0:
-            return self.sampling
-        return dataclasses.replace(self.sampling, seed=choice_seed(self.sampling.seed, index), prompt_logprobs=None)
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Of the choices of each prompt: distinct draws for each; empty for a single one, which has the request's."""
+        return tuple(choice_seed(self.sampling.seed, choice) for choice in range(self.n)) if self.n > 1 else ()
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -142,7 +142,7 @@ def load_from_message(message: pb.LoadReport) -> Load:
 
 def report_from_message(item: pb.LegItem) -> LegReport:
     """What one step says about one leg."""
-    tokens = tuple(OutToken(token.index, token.id, logprobs_from_message(token)) for token in item.tokens)
+    tokens = tuple(OutToken(token.index, token.id, logprobs_from_message(token), token.choice) for token in item.tokens)
     scored: tuple[OutToken, ...] = ()
     if item.HasField("prompt_logprobs"):
         scored = tuple(
@@ -173,6 +173,7 @@ def report_from_message(item: pb.LegItem) -> LegReport:
         tokens=tokens,
         scored=scored,
         transferred=transferred,
+        ended_choices=tuple(ended.choice for ended in item.choices),
         finished=finished,
         failed=failed,
     )
@@ -192,6 +193,7 @@ def submit_message(action: OpenLeg, *, request_id: str, cache_salt: str, priorit
         priority=priority,
         timeout_s=action.timeout_s,
         traceparent=traceparent,
+        seeds=action.seeds,
     )
     if action.holder is not None:
         message.holder.worker_id = action.holder.worker_id

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -65,7 +66,7 @@ class Cluster:
         return self.pulled.setdefault(transfer, asyncio.Event())
 
     def first_token(self, transfer: bytes) -> asyncio.Future:
-        """What the holder tells the taker: why its token ended the request, or None."""
+        """What the holder tells the taker: for each choice why its token ended it, or None."""
         return self.served.setdefault(transfer, asyncio.get_running_loop().create_future())
 
 
@@ -87,9 +88,12 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
         self.port = 0
         self.submits: list[pb.Submit] = []
         self.aborts: list[int] = []
+        self.choice_aborts: list[tuple[int, int]] = []
+        """(leg, choice)"""
         self.num_running = 0
         self._server = None
         self._legs: dict[int, asyncio.Task] = {}
+        self._unwanted: set[tuple[int, int]] = set()
         self._incarnation = 0
         self._outboxes: set[asyncio.Queue] = set()
         self.blocks: dict[bytes, bool] = {}
@@ -222,6 +226,9 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
                 self.submits.append(message.submit)
                 legs.add(message.submit.leg)
                 self._legs[message.submit.leg] = asyncio.create_task(self._run(message.submit, outbox))
+            elif kind == "abort" and message.abort.HasField("choice"):
+                self.choice_aborts.append((message.abort.leg, message.abort.choice))
+                self._unwanted.add(self.choice_aborts[-1])
             elif kind == "abort":
                 self.aborts.append(message.abort.leg)
                 task = self._legs.pop(message.abort.leg, None)
@@ -269,6 +276,7 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
             say(failed=pb.Failed(reason=self.faults.fail.pop(0), message="as told"))
             return
         sampling = convert.sampling_from_message(submit.sampling)
+        choices = [dataclasses.replace(sampling, seed=seed) for seed in submit.seeds] or [sampling]
         done = submit.num_output_tokens
         prompt = tuple(submit.prompt)
         original = prompt[: len(prompt) - done]
@@ -284,38 +292,49 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
                 ]
                 say(prompt_logprobs=pb.PromptLogprobs(first_position=1, tokens=scored))
         if submit.kind == pb.LEG_KIND_PREFILL:
-            ended = await self._say_token(submit, sampling, original, done, say, done)
-            if ended is not None:
-                say(finished=pb.Finished(reason=convert.finish_to_message(ended), prefill_s=0.01))
-                self.cluster.first_token(submit.transfer_id).set_result(ended)
-                return
-            self.cluster.first_token(submit.transfer_id).set_result(None)
-            say(finished=pb.Finished(reason=pb.Finished.REASON_NONE, prefill_s=0.01))
+            ended = await self._say_tokens(submit, choices, range(len(choices)), original, done, say)
+            over = all(reason is not None for reason in ended)
+            say(finished=pb.Finished(reason=convert.finish_to_message(ended[0] if over else None), prefill_s=0.01))
+            self.cluster.first_token(submit.transfer_id).set_result(ended)
             return
         say(reserved=pb.Reserved(held_tokens=0))
+        going = list(range(len(choices)))
         index = done
         if submit.kind == pb.LEG_KIND_GENERATE:
             self.cluster.pull(submit.transfer_id).set()
             async with asyncio.timeout(10):
                 ended = await self.cluster.first_token(submit.transfer_id)
-            if ended is not None:
-                say(finished=pb.Finished(reason=convert.finish_to_message(ended)))
-                return
-            say(
-                transferred=pb.Transferred(
-                    num_bytes=1000, num_segments=2, num_pages=3, seconds=0.01, tail_seconds=0.001, transport="fake"
+            if any(reason is None for reason in ended):
+                say(
+                    transferred=pb.Transferred(
+                        num_bytes=1000, num_segments=2, num_pages=3, seconds=0.01, tail_seconds=0.001, transport="fake"
+                    )
                 )
-            )
+            self._say_ended(dict(enumerate(ended)), going, say)
             index = done + 1
-        while True:
-            ended = await self._say_token(submit, sampling, original, index, say, done)
-            if ended is not None:
-                say(finished=pb.Finished(reason=convert.finish_to_message(ended), prefill_s=0.01))
-                return
+        while going:
+            for choice in [choice for choice in going if (submit.leg, choice) in self._unwanted]:
+                self._say_end(choice, None, going, say)
+            ended = await self._say_tokens(submit, choices, list(going), original, index, say)
+            self._say_ended(dict(zip(list(going), ended, strict=True)), going, say)
             index += 1
 
-    async def _say_token(self, submit, sampling, original, index, say, done):
-        """Say one token; the finish reason if it is the last."""
+    def _say_ended(self, ended, going, say) -> None:
+        for choice, reason in ended.items():
+            if reason is not None:
+                self._say_end(choice, reason, going, say)
+
+    @staticmethod
+    def _say_end(choice, reason, going, say) -> None:
+        going.remove(choice)
+        number = convert.finish_to_message(reason)
+        if going:
+            say(choices=[pb.ChoiceFinished(choice=choice, reason=number)])
+        else:
+            say(finished=pb.Finished(choice=choice, reason=number, prefill_s=0.01))
+
+    async def _say_tokens(self, submit, choices, going, original, index, say):
+        """Say one token of each choice that goes on; the finish reasons of those whose last it is."""
         await asyncio.sleep(self.faults.step_s)
         if self.faults.die_at is not None and index >= self.faults.die_at:
             self.faults.die_at = None
@@ -324,15 +343,18 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
             await asyncio.sleep(10)
         if self.faults.hold_at is not None and index >= self.faults.hold_at:
             await asyncio.sleep(1000)
+        return [self._say_token(submit, choices[choice], choice, original, index, say) for choice in going]
+
+    def _say_token(self, submit, sampling, choice, original, index, say):
         token = self.cluster.script(original, sampling, index)
         logprobs = None if sampling.logprobs is None else self._logprobs(token, sampling.logprobs)
         if index != self.faults.gap_at:
             for _ in range(2 if self.faults.repeat else 1):
-                say(tokens=[convert.token_to_message(index, token, logprobs)])
+                say(tokens=[convert.token_to_message(index, token, logprobs, choice)])
         reason = convert.FinishReason
         if token in sampling.stop_token_ids or (token in sampling.eos_token_ids and not sampling.ignore_eos):
             return reason.STOP
-        return reason.LENGTH if index - done + 1 >= sampling.max_tokens else None
+        return reason.LENGTH if index - submit.num_output_tokens + 1 >= sampling.max_tokens else None
 
     @staticmethod
     def _logprobs(token: int, count: int) -> TokenLogprobs:

@@ -15,7 +15,7 @@ D1, D2 = (WorkerRef(f"d{i}:1", f"decode-{i}", 10 + i, f"d{i}:2") for i in (1, 2)
 EOS = 1
 
 
-def make_journey(max_tokens=5, **limits) -> j.Journey:
+def make_journey(max_tokens=5, seeds=(), **limits) -> j.Journey:
     return j.Journey(
         prompt=(7, 8, 9),
         sampling=SamplingParams(max_tokens=max_tokens, eos_token_ids=(EOS,), stop_token_ids=(2,), min_tokens=2),
@@ -23,6 +23,7 @@ def make_journey(max_tokens=5, **limits) -> j.Journey:
         limits=j.JourneyLimits(**limits),
         new_leg=itertools.count(1).__next__,
         new_transfer=lambda: b"t" * 16,
+        seeds=seeds,
     )
 
 
@@ -345,59 +346,241 @@ def test_stop_string_ends_well():
     assert j.AbortLeg(generate.leg) in actions
 
 
+# ---- several choices ----
+
+
+def of_choices(index, *ids):
+    """One token of each choice, at one index."""
+    return j.LegReport(tokens=tuple(j.OutToken(index, id_, None, choice) for choice, id_ in enumerate(ids)))
+
+
+def stream_three(**limits):
+    """Three choices with two tokens each."""
+    journey = make_journey(max_tokens=4, seeds=(30, 31, 32), **limits)
+    journey.start(0.0)
+    generate, prefill = place(journey)
+    assert generate.seeds == prefill.seeds == (30, 31, 32)
+    journey.handle(said(prefill, of_choices(0, 50, 60, 70)), 0.1)
+    actions = journey.handle(said(generate, of_choices(1, 51, 61, 71)), 0.2)
+    assert {a.choice: [t.id for t in a.tokens] for a in of_kind(actions, j.Deliver)} == {0: [51], 1: [61], 2: [71]}
+    return journey, generate, prefill
+
+
+def test_choices_share_their_legs_and_end_one_by_one():
+    """One pair of legs; each choice ends for its own reason, the last one ends the journey."""
+    journey, generate, _ = stream_three()
+    actions = journey.handle(said(generate, of_choices(2, 52, 2, 72)), 0.3)
+    assert of_kind(actions, j.End) == [j.End(j.State.DONE, FinishReason.STOP, 2, None, 1, last=False)]
+    actions = journey.handle(said(generate, j.LegReport(ended_choices=(1,))), 0.3)
+    assert actions == []
+    report = j.LegReport(
+        tokens=(j.OutToken(3, EOS, None, 0), j.OutToken(3, 73, None, 2)),
+        ended_choices=(0,),
+        finished=j.LegFinished(FinishReason.LENGTH),
+    )
+    actions = journey.handle(said(generate, report), 0.4)
+    assert of_kind(actions, j.End) == [
+        j.End(j.State.DONE, FinishReason.STOP, None, None, 0, last=False),
+        j.End(j.State.DONE, FinishReason.LENGTH, None, None, 2),
+    ]
+    assert of_kind(actions, j.CloseLeg) == [j.CloseLeg(generate.leg)]
+
+
+def test_stop_string_ends_its_choice_alone():
+    """The decode worker is told to drop it; the last one ends the legs."""
+    journey, generate, prefill = stream_three()
+    actions = journey.handle(j.Enough(1), 0.3)
+    assert of_kind(actions, j.AbortChoice) == [j.AbortChoice(generate.leg, 1)]
+    assert of_kind(actions, j.End) == [j.End(j.State.DONE, FinishReason.STOP, None, None, 1, last=False)]
+    assert journey.handle(j.Enough(1), 0.3) == []
+    # Tokens that were under way are nobody's any more.
+    actions = journey.handle(said(generate, of_choices(2, 52, 62, 72)), 0.4)
+    assert [action.choice for action in of_kind(actions, j.Deliver)] == [0, 2]
+    journey.handle(said(generate, j.LegReport(ended_choices=(1,))), 0.5)
+    assert journey.state is j.State.STREAMING
+    journey.handle(j.Enough(0), 0.6)
+    actions = journey.handle(j.Enough(2), 0.6)
+    assert of_kind(actions, j.End) == [j.End(j.State.DONE, FinishReason.STOP, None, None, 2)]
+    assert {action.leg for action in of_kind(actions, j.AbortLeg)} == {generate.leg, prefill.leg}
+
+
+def test_choices_that_nothing_was_delivered_of_are_tried_again_as_one():
+    """A pair lost before the first token: one new attempt, the same seeds."""
+    journey = make_journey(seeds=(30, 31))
+    journey.start(0.0)
+    generate, prefill = place(journey)
+    journey.handle(said(generate, of_choices(1, 51, 61)), 0.1)
+    actions = journey.handle(j.LegLost(prefill.leg, errors.PeerLost("gone")), 0.2)
+    assert of_kind(actions, j.Place)
+    assert not of_kind(actions, j.Split)
+    generate, prefill = place(journey, PairPlan(P2, D2))
+    assert (prefill.attempt, prefill.seeds, prefill.prompt) == (1, (30, 31), (7, 8, 9))
+    journey.handle(said(prefill, of_choices(0, 50, 60)), 0.3)
+    actions = journey.handle(said(generate, of_choices(1, 51, 61)), 0.4)
+    assert delivered(actions) == [51, 61]
+
+
+def test_choices_of_a_lost_worker_go_on_by_themselves():
+    """Each that has not ended becomes a journey of one: its own journal, seed and limits, avoiding the dead."""
+    journey, generate, _ = stream_three()
+    journey.handle(j.Enough(1), 0.3)
+    actions = journey.handle(j.LegLost(generate.leg, errors.PeerLost("gone")), 0.4)
+    assert journey.state is j.State.SPLIT
+    assert journey.is_over
+    assert of_kind(actions, j.End) == []
+    (split,) = of_kind(actions, j.Split)
+    assert [choice for choice, _ in split.parts] == [0, 2]
+    for choice, part in split.parts:
+        assert of_kind(part.start(0.4), j.Place)[0].avoid == {D1.life}
+        assert part.state is j.State.MIGRATING
+        new_generate, prefill = place(part, PairPlan(P2, D2), 0.5)
+        assert prefill.prompt == (7, 8, 9, 50 + 10 * choice, 51 + 10 * choice)
+        assert (prefill.num_output_tokens, prefill.seeds, prefill.sampling.seed) == (2, (), 30 + choice)
+        assert (prefill.attempt, prefill.sampling.max_tokens) == (1, 2)
+        part.handle(said(prefill, tokens((2, 99))), 0.6)
+        end = of_kind(part.handle(said(new_generate, tokens((3, 98))), 0.7), j.End)[0]
+        assert (end.reason, end.choice, end.last) == (FinishReason.LENGTH, 0, True)
+    assert journey.handle(said(generate, of_choices(2, 52, 62, 72)), 0.8) == []
+
+
+def test_choice_that_ended_in_the_same_breath_does_not_go_on():
+    """Its last token and the failure come in one report: it ends well, the others go on."""
+    journey, generate, _ = stream_three()
+    report = j.LegReport(tokens=(j.OutToken(2, EOS, None, 1),), failed=errors.NoFreePages("outgrown"))
+    actions = journey.handle(said(generate, report), 0.3)
+    assert of_kind(actions, j.End) == [j.End(j.State.DONE, FinishReason.STOP, None, None, 1, last=False)]
+    assert [choice for choice, _ in of_kind(actions, j.Split)[0].parts] == [0, 2]
+
+
+def test_migrations_of_choices_run_out_together():
+    """The budget goes on in the parts."""
+    journey, generate, _ = stream_three(migrations=1)
+    actions = journey.handle(j.LegLost(generate.leg, errors.PeerLost("gone")), 0.3)
+    for _, part in of_kind(actions, j.Split)[0].parts:
+        part.start(0.3)
+        generate, _ = place(part)
+        end = of_kind(part.handle(j.LegLost(generate.leg, errors.PeerLost("gone")), 0.4), j.End)[0]
+        assert (end.state, end.error.reason) == (j.State.FAILED, "worker_failed")
+    journey, generate, _ = stream_three(migrations=0)
+    end = of_kind(journey.handle(j.LegLost(generate.leg, errors.PeerLost("gone")), 0.3), j.End)[0]
+    assert (end.state, end.last) == (j.State.FAILED, True)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        j.LegReport(tokens=(j.OutToken(2, 5, None, 3),)),
+        j.LegReport(tokens=(j.OutToken(3, 5, None, 1),)),
+        j.LegReport(ended_choices=(3,)),
+        j.LegReport(ended_choices=(1,)),
+        j.LegReport(finished=j.LegFinished(FinishReason.STOP)),
+    ],
+    ids=["token of no choice", "gap", "end of no choice", "end without a last token", "end of all"],
+)
+def test_worker_that_says_what_cannot_be_of_its_choices_is_left(report):
+    """No choice is lost by it."""
+    journey, generate, _ = stream_three()
+    actions = journey.handle(said(generate, report), 0.3)
+    assert [choice for choice, _ in of_kind(actions, j.Split)[0].parts] == [0, 1, 2]
+    closed = [*of_kind(actions, j.AbortLeg), *of_kind(actions, j.CloseLeg)]
+    assert generate.leg in {action.leg for action in closed}
+
+
+def test_first_tokens_that_do_not_all_come_are_a_failure():
+    """The prefill said it was done after two of three."""
+    journey = make_journey(seeds=(30, 31, 32))
+    journey.start(0.0)
+    _, prefill = place(journey)
+    journey.handle(said(prefill, of_choices(0, 50, 60)), 0.1)
+    actions = journey.handle(said(prefill, j.LegReport(finished=j.LegFinished(None))), 0.2)
+    parts = dict(of_kind(actions, j.Split)[0].parts)
+    assert [part.state for part in parts.values()] == [j.State.MIGRATING, j.State.MIGRATING, j.State.PLANNED]
+
+
 # ---- seeded chaos ----
 
 
 class Chaos:
-    """Two fake pairs and one local worker around a journey: answers late, doubled, out of order, lost, dead."""
+    """Two fake pairs and one local worker around a request: answers late, doubled, out of order, lost, dead."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.now_s = 0.0
-        self.journey = make_journey(max_tokens=self.random.randint(1, 12), queue_s=5.0, reserve_s=5.0, stall_s=5.0)
-        self.outbox: list[tuple[int, j.Event]] = []
-        """(leg, event), in order for each leg"""
-        self.waiting = False
+        self.num_choices = self.random.choice([1, 1, 2, 3])
+        self.new_leg = itertools.count(1).__next__
+        seeds = tuple(range(self.num_choices)) if self.num_choices > 1 else ()
+        limits = {"queue_s": 5.0, "reserve_s": 5.0, "stall_s": 5.0}
+        self.first = make_journey(max_tokens=self.random.randint(1, 12), seeds=seeds, **limits)
+        self.first._new_leg = self.new_leg
+        self.going: dict[int, j.Journey] = {0: self.first}
+        """Journeys by the first of their choices; after a split the first one is gone."""
+        self.journey_of: dict[int, tuple[int, j.Journey]] = {}
+        self.outbox: list[tuple[int, j.LegReport]] = []
+        """(leg, report), in order for each leg"""
+        self.waiting: set[int] = set()
         self.open: set[int] = set()
-        self.output: list[int] = []
-        self.ends: list[j.End] = []
+        self.outputs: list[list[int]] = [[] for _ in range(self.num_choices)]
+        self.ends: dict[int, j.End] = {}
+        self.enough: set[int] = set()
 
     @staticmethod
-    def token(index: int) -> int:
-        return EOS if index == 9 else 100 + index
+    def token(choice: int, index: int) -> int:
+        return EOS if index == 9 - choice else 100 * (1 + choice) + index
 
-    def do(self, actions: list[j.Action]) -> None:
+    def do(self, base: int, journey: j.Journey, actions: list[j.Action]) -> None:
         for action in actions:
-            assert not self.ends, "nothing follows the end"
             if isinstance(action, j.Place):
-                self.waiting = True
+                self.waiting.add(base)
             elif isinstance(action, j.OpenLeg):
-                assert action.prompt == (7, 8, 9, *self.output)
-                assert action.num_output_tokens == len(self.output)
+                self.journey_of[action.leg] = base, journey
+                assert action.prompt == (7, 8, 9, *self.outputs[base])
+                assert action.num_output_tokens == len(self.outputs[base])
                 self.open.add(action.leg)
-                self.plan_leg(action)
+                self.plan_leg(base, action)
             elif isinstance(action, (j.AbortLeg, j.CloseLeg)):
                 self.open.discard(action.leg)
             elif isinstance(action, j.Deliver):
-                self.output += [token.id for token in action.tokens]
+                assert base + action.choice not in self.ends, "nothing follows the end"
+                self.outputs[base + action.choice] += [token.id for token in action.tokens]
+            elif isinstance(action, j.Split):
+                assert journey.is_over
+                del self.going[base]
+                self.waiting.discard(base)
+                for choice, part in action.parts:
+                    self.going[choice] = part
+                    self.do(choice, part, part.start(self.now_s))
             elif isinstance(action, j.End):
-                self.ends.append(action)
+                assert journey.is_over or not action.last
+                choices = [action.choice] if action.error is None else range(journey.num_choices)
+                for choice in choices:
+                    assert action.error is not None or base + choice not in self.ends, "one end"
+                    self.ends.setdefault(base + choice, action)
 
-    def plan_leg(self, action: j.OpenLeg) -> None:
+    def handle(self, base: int, journey: j.Journey, event: j.Event) -> None:
+        self.do(base, journey, journey.handle(event, self.now_s))
+
+    def plan_leg(self, base: int, action: j.OpenLeg) -> None:
         """What this leg will say, if nothing comes between."""
         fate = self.random.random()
         done = action.num_output_tokens
-        left = action.sampling.max_tokens
+        end = done + (1 if action.kind is j.LegKind.PREFILL else action.sampling.max_tokens)
         say = [j.LegReport(reserved_tokens=0)] if action.kind is not j.LegKind.PREFILL else []
         first = done + (action.kind is j.LegKind.GENERATE)
-        last = done + 1 if action.kind is j.LegKind.PREFILL else done + left
-        for index in range(first, last):
+        going = list(range(len(action.seeds) or 1))
+        if action.kind is j.LegKind.GENERATE:
+            going = [c for c in going if self.token(base + c, done) != EOS and action.sampling.max_tokens > 1]
+        for index in range(first, end):
+            said = tuple(j.OutToken(index, self.token(base + choice, index), None, choice) for choice in going)
             if fate < 0.05 and index == first + 1:
-                continue
-            say.append(tokens((index, self.token(index))))
+                said = said[1:]
+            say.append(j.LegReport(tokens=said))
             if fate > 0.9:
-                say.append(tokens((index, self.token(index))))
-            if self.token(index) == EOS:
+                say.append(j.LegReport(tokens=said))
+            over = [choice for choice in going if self.token(base + choice, index) == EOS or index == end - 1]
+            going = [choice for choice in going if choice not in over]
+            if going and over and action.kind is not j.LegKind.PREFILL:
+                say.append(j.LegReport(ended_choices=tuple(over)))
+            if not going:
                 break
         reason = None if action.kind is j.LegKind.PREFILL else FinishReason.LENGTH
         say.append(j.LegReport(finished=j.LegFinished(reason)))
@@ -408,52 +591,71 @@ class Chaos:
             say[self.random.randrange(len(say)) :] = [j.LegReport(failed=error)]
         elif 0.35 < fate < 0.45:
             say = say[: self.random.randrange(len(say) + 1)]
-        self.outbox += [(action.leg, j.LegSaid(action.leg, report)) for report in say]
+        self.outbox += [(action.leg, report) for report in say]
 
     def step(self) -> None:
         self.now_s += self.random.random() * 0.2
         draw = self.random.random()
-        if self.waiting and draw < 0.5:
-            self.waiting = False
-            self.do(self.journey.handle(j.Placed(self.random.choice([PairPlan(P1, D1), LocalPlan(D2)])), self.now_s))
+        waiting = sorted(base for base in self.waiting if not self.going[base].is_over)
+        if waiting and draw < 0.5:
+            base = self.random.choice(waiting)
+            self.waiting.discard(base)
+            plan = self.random.choice([PairPlan(P1, D1), LocalPlan(D2)])
+            self.handle(base, self.going[base], j.Placed(plan))
         elif self.outbox and draw < 0.95:
             leg = self.random.choice(sorted({leg for leg, _ in self.outbox}))
             index = next(i for i, (number, _) in enumerate(self.outbox) if number == leg)
-            _, event = self.outbox.pop(index)
-            self.do(self.journey.handle(event, self.now_s))
+            _, report = self.outbox.pop(index)
+            self.handle(*self.journey_of[leg], j.LegSaid(leg, report))
         elif draw < 0.97 and self.open:
             leg = self.random.choice(sorted(self.open))
-            self.do(self.journey.handle(j.LegLost(leg, errors.PeerLost("session over")), self.now_s))
+            self.handle(*self.journey_of[leg], j.LegLost(leg, errors.PeerLost("session over")))
+        elif 0.97 < draw < 0.98:
+            self._enough(self.random.randrange(self.num_choices))
         elif draw > 0.999:
-            self.do(self.journey.handle(j.Cancel(), self.now_s))
-        if not self.outbox and not self.waiting:
-            self.now_s = max(self.now_s, self.journey.due_s)
-        if self.now_s >= self.journey.due_s:
-            self.do(self.journey.handle(j.Timer(), self.now_s))
+            for base, journey in list(self.going.items()):
+                self.handle(base, journey, j.Cancel())
+        living = {base: journey for base, journey in self.going.items() if not journey.is_over}
+        if living and not self.outbox and not self.waiting & set(living):
+            self.now_s = max(self.now_s, min(journey.due_s for journey in living.values()))
+        for base, journey in living.items():
+            if not journey.is_over and self.now_s >= journey.due_s:
+                self.handle(base, journey, j.Timer())
+
+    def _enough(self, choice: int) -> None:
+        """A stop string, found in what was delivered of a choice."""
+        if self.outputs[choice] and choice not in self.ends:
+            self.enough.add(choice)
+            base = choice if choice in self.going and self.first.state is j.State.SPLIT else 0
+            journey = self.first if self.first.state is not j.State.SPLIT else self.going[base]
+            self.handle(base, journey, j.Enough(choice - base))
 
 
 @pytest.mark.parametrize("block", range(20))
-def test_every_sequence_ends_once_whatever_happens(block):
+def test_every_choice_ends_once_whatever_happens(block):
     """Delayed, doubled, reordered, lost, refused, dead: in order, nothing twice, one end, no leg left open."""
     outcomes = set()
     for seed in range(block * 100, block * 100 + 100):
         chaos = Chaos(seed)
-        chaos.do(chaos.journey.start(0.0))
-        for _ in range(2000):
-            if chaos.journey.is_over:
+        chaos.do(0, chaos.first, chaos.first.start(0.0))
+        for _ in range(4000):
+            if all(journey.is_over for journey in chaos.going.values()):
                 break
             chaos.step()
-        assert len(chaos.ends) == 1, f"seed {seed}"
-        end = chaos.ends[0]
-        assert chaos.output == [chaos.token(index) for index in range(len(chaos.output))], f"seed {seed}"
-        if end.reason is not None:
-            complete = chaos.output[-1] == EOS or len(chaos.output) == chaos.journey.sampling.max_tokens
-            assert complete, f"seed {seed}"
-        else:
-            assert end.error is not None, f"seed {seed}"
+        assert sorted(chaos.ends) == list(range(chaos.num_choices)), f"seed {seed}"
+        for choice, end in chaos.ends.items():
+            output = chaos.outputs[choice]
+            assert output == [chaos.token(choice, index) for index in range(len(output))], f"seed {seed}"
+            if end.reason is None:
+                assert end.error is not None, f"seed {seed}"
+            elif choice not in chaos.enough:
+                assert output[-1] == EOS or len(output) == chaos.first.sampling.max_tokens, f"seed {seed}"
         left = chaos.open - {
-            number for number, leg in chaos.journey._legs.items() if leg.kind is j.LegKind.PREFILL and leg.is_open
+            number
+            for journey in (chaos.first, *chaos.going.values())
+            for number, leg in journey._legs.items()
+            if leg.kind is j.LegKind.PREFILL and leg.is_open
         }
         assert not left, f"seed {seed}"
-        outcomes.add(end.state)
-    assert j.State.DONE in outcomes
+        outcomes |= {end.state for end in chaos.ends.values()} | {chaos.first.state}
+    assert {j.State.DONE, j.State.SPLIT} <= outcomes

@@ -276,8 +276,12 @@ async def test_several_choices_draw_differently_and_repeat(w):
     assert texts == [choice.text for choice in again.choices]
     assert texts[0] == one.choices[0].text
     assert three.usage.prompt_tokens == one.usage.prompt_tokens
-    seeds = {submit.sampling.seed for submit in w.workers["prefill-0"].submits}
-    assert seeds == {42, choice_seed(42, 1), choice_seed(42, 2)}
+    for worker in w.workers.values():
+        seeds = [(submit.sampling.seed, *submit.seeds) for submit in worker.submits]
+        assert seeds == [(42,), *[(42, 42, choice_seed(42, 1), choice_seed(42, 2))] * 2], "one leg for all choices"
+    for choice, text in enumerate(texts):
+        alone = await w.client.completions.create(**{**kwargs, "seed": choice_seed(42, choice)})
+        assert alone.choices[0].text == text
     stream = await w.client.completions.create(**kwargs, n=3, stream=True)
     streamed = ["", "", ""]
     async for chunk in stream:

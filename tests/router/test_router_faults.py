@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import random
 
 import httpx
 import openai
 import pytest
+from fake_worker import letters
 from router_world import in_world
 
 from headrace.core.sampling import SamplingParams
+from headrace.router.request import choice_seed
 
 TWO_PAIRS = ("prefill", "decode", "prefill", "decode")
 
@@ -225,3 +228,132 @@ async def test_nothing_is_lost_when_clients_leave_and_workers_die(w):
     assert outcomes.count(True) > 100
     await nothing_left(w)
     assert w.router.http.num_in_flight == 0
+
+
+# ---- several choices ----
+
+THREE = {"model": "tide", "prompt": [70], "max_tokens": 12, "seed": 3, "n": 3}
+
+
+def expected_three(w, count=12):
+    return [expected(w, [70], choice_seed(3, choice), count) for choice in range(3)]
+
+
+async def read_stream(stream):
+    texts = ["", "", ""]
+    reasons = [None, None, None]
+    async for chunk in stream:
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.text
+        reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    return texts, reasons
+
+
+@in_world(roles=TWO_PAIRS)
+async def test_choices_go_on_by_themselves_after_a_kill_in_mid_stream(w):
+    """One pair of legs before, a pair for each choice after it, and the same texts."""
+    for name in ("decode-1", "decode-3"):
+        w.workers[name].faults.die_at = 4
+    stream = await w.client.completions.create(**THREE, stream=True)
+    restart = asyncio.create_task(restart_dead(w))
+    texts, reasons = await read_stream(stream)
+    restart.cancel()
+    assert texts == expected_three(w)
+    assert reasons == ["length"] * 3
+    by_attempt = {}
+    for worker in w.workers.values():
+        for submit in worker.submits:
+            if worker.role == "prefill":
+                by_attempt.setdefault(submit.attempt, []).append(submit)
+    assert [len(by_attempt[0]), len(by_attempt[1])] == [1, 3]
+    assert {submit.sampling.seed for submit in by_attempt[1]} == {choice_seed(3, choice) for choice in range(3)}
+    assert all(not submit.seeds and submit.num_output_tokens for submit in by_attempt[1])
+    await nothing_left(w)
+
+
+@in_world(roles=TWO_PAIRS)
+async def test_choices_of_a_pair_lost_before_the_first_token_are_tried_again_as_one(w):
+    """One new attempt for all of them."""
+    for name in ("decode-1", "decode-3"):
+        w.workers[name].faults.fail = ["worker_failed"]
+    done = await w.client.completions.create(**THREE)
+    assert [choice.text for choice in done.choices] == expected_three(w)
+    submits = [s for name in ("prefill-0", "prefill-2") for s in w.workers[name].submits]
+    assert all(len(submit.seeds) == 3 for submit in submits)
+    assert len(submits) == 1 + max(submit.attempt for submit in submits) > 1
+    await nothing_left(w)
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("both",)], ids=["pair", "local"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_ends_one_choice_and_the_worker_hears_of_it(checkpoint, roles, stream):
+    """The others go on to their own ends; usage counts what was shown."""
+
+    def babble(prompt, sampling, index):
+        return letters(prompt, sampling, random.Random(f"{sampling.seed} {index}").randrange(26))
+
+    @in_world(roles=roles, script=babble)
+    async def body(w):
+        worker = w.workers.get("decode-1") or w.workers["both-0"]
+        worker.faults.step_s = 0.01
+        texts = expected_three(w, 200)
+        stop = next(
+            texts[1][at : at + 3]
+            for at in range(2, 100)
+            if all(texts[1][at : at + 3] not in text for text in (texts[0], texts[2]))
+        )
+        kwargs = {**THREE, "max_tokens": 200, "stop": stop}
+        if stream:
+            found, reasons = await read_stream(await w.client.completions.create(**kwargs, stream=True))
+        else:
+            done = await w.client.completions.create(**kwargs)
+            found, reasons = ([getattr(c, name) for c in done.choices] for name in ("text", "finish_reason"))
+            assert done.usage.prompt_tokens == 1
+        assert found == [texts[0], texts[1][: texts[1].index(stop)], texts[2]]
+        assert reasons == ["length", "stop", "length"]
+        assert [choice for _, choice in worker.choice_aborts] == [1]
+        assert all(len(one.submits) == 1 for one in w.workers.values())
+        await nothing_left(w)
+
+    body(checkpoint)
+
+
+@in_world()
+async def test_client_that_leaves_ends_all_its_choices(w):
+    """One abort for each leg, nothing left."""
+    w.workers["decode-1"].faults.hold_at = 3
+    stream = await w.client.completions.create(**THREE, stream=True)
+    await anext(stream)
+    await stream.close()
+    await nothing_left(w)
+    assert len(w.workers["decode-1"].aborts) == 1
+
+
+@in_world(queue_timeout_s=0.3)
+async def test_choices_that_cannot_go_on_end_with_one_error_event(w):
+    """Nothing after it, and no [DONE]."""
+    w.workers["decode-1"].faults.die_at = 2
+    async with httpx.AsyncClient(base_url=w.url, timeout=20) as client:
+        response = await client.post("/v1/completions", json={**THREE, "stream": True})
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    assert "error" in json.loads(events[-1])
+    assert sum("error" in json.loads(event) for event in events) == 1
+    await nothing_left(w)
+
+
+@in_world()
+async def test_choice_whose_first_token_ends_it_does_not_end_the_others(w):
+    """Known at the prefill already; the decode worker forks the rest."""
+    eos = 1
+    seeds = [choice_seed(3, choice) for choice in range(3)]
+    words = w.cluster.script
+    w.cluster.script = lambda prompt, sampling, index: (
+        eos if sampling.seed == seeds[1] and index == 0 else words(prompt, sampling, index)
+    )
+    done = await w.client.completions.create(**THREE)
+    assert [choice.finish_reason for choice in done.choices] == ["length", "stop", "length"]
+    assert [len(choice.text) for choice in done.choices] == [12, 0, 12]
+    w.cluster.script = lambda prompt, sampling, index: eos
+    done = await w.client.completions.create(**THREE)
+    assert [choice.finish_reason for choice in done.choices] == ["stop"] * 3
+    await nothing_left(w)
