@@ -182,6 +182,17 @@ class Dispatcher:
         if self._pump_timer is not None:
             self._pump_timer.cancel()
 
+    async def clear_caches(self) -> None:
+        """Have every worker forget its prefix cache.
+
+        Raises:
+            PeerLost: one of them did not answer; the others have.
+        """
+        calls = (session.clear_cache() for session in self._sessions.values())
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
     async def wait_idle(self, budget_s: float) -> bool:
         """Until no sequence is alive; False if the budget was spent first."""
         try:

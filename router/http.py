@@ -97,6 +97,7 @@ class HttpSurface:
             ("/version", "GET", self._version, "The release."),
             ("/load", "GET", self._load, "Requests in flight."),
             ("/server_info", "GET", self._server_info, "Settings, model and workers."),
+            ("/reset_prefix_cache", "POST", self._reset_prefix_cache, "Every worker forgets its prefix cache."),
             ("/docs", "GET", self._docs, "This list as a page."),
         ):
             inner.add_api_route(
@@ -343,6 +344,10 @@ class HttpSurface:
 
     async def _server_info(self) -> Response:
         return JsonResponse(self.server_info())
+
+    async def _reset_prefix_cache(self) -> Response:
+        await self._dispatcher.clear_caches()
+        return Response()
 
     async def _docs(self) -> Response:
         return HTMLResponse(_DOCS_PAGE)

@@ -228,6 +228,21 @@ class WorkerSession:
         self._wake = asyncio.Event()
         self._is_up = False
         self._heard = False
+        self._stub: Any = None
+        """While the session is up."""
+
+    async def clear_cache(self) -> None:
+        """Have the worker forget its prefix cache; what that did comes with the cache's changes.
+
+        Raises:
+            PeerLost: no session, or no answer in time.
+        """
+        if self._stub is None:
+            raise PeerLost(f"no session with {self.address}")
+        try:
+            await self._stub.ClearCache(pb.ClearCacheRequest(), timeout=self._times.connect_s)
+        except grpc.aio.AioRpcError as error:
+            raise PeerLost(f"{self.address}: {error.details()}") from error
 
     def send(self, message: pb.RouterMessage) -> bool:
         """Queue a message; False if there is no session, so that the leg must be given up."""
@@ -263,7 +278,7 @@ class WorkerSession:
                     raise PeerLost("the worker did not greet")
                 description = description_from_message(self.address, first.welcome)
                 self._outbox.clear()
-                self._is_up = True
+                self._is_up, self._stub = True, stub
                 log.info(
                     "event=session_up worker=%s id=%s role=%s state=%s",
                     self.address, description.ref.worker_id, description.role.value, description.state,
@@ -278,7 +293,7 @@ class WorkerSession:
                 if not self._is_up:
                     raise
             finally:
-                was_up, self._is_up = self._is_up, False
+                was_up, self._is_up, self._stub = self._is_up, False, None
                 call.cancel()
                 if was_up:
                     log.info("event=session_down worker=%s", self.address)

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from headrace.core.ids import new_incarnation
-from headrace.core.kv_events import BlockRemoved, BlockStored
+from headrace.core.kv_events import BlockRemoved, BlockStored, CacheCleared
 from headrace.core.sampling import SamplingParams, TokenLogprobs
 from headrace.proto import engine_convert as convert
 from headrace.proto.internal.v1 import engine_pb2 as pb
@@ -148,6 +148,10 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
         self.messages.append(list(changes))
         self._news.set()
         self._news = asyncio.Event()
+
+    async def ClearCache(self, request, context):
+        self.cache(CacheCleared())
+        return pb.ClearCacheReply()
 
     async def KvSnapshot(self, request, context):
         await self._check(request, context)

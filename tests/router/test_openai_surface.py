@@ -8,6 +8,8 @@ import openai
 import pytest
 from router_world import in_world, script_of, world
 
+from headrace.core.blocks import BlockHash
+from headrace.core.kv_events import BlockStored
 from headrace.core.sampling import SamplingParams
 from headrace.router import dialect
 from headrace.router.request import choice_seed
@@ -347,6 +349,21 @@ async def test_models_and_small_routes(w):
         assert {worker["role"] for worker in info["workers"]} == {"prefill", "decode"}
         assert info["model"]["effort_profile"] == "preview"
         assert "api_keys" not in json.dumps(info)
+
+
+@in_world()
+async def test_every_worker_forgets_its_prefixes_when_told(w):
+    """200 once all have; 502 when one of them is not there."""
+    for worker in w.workers.values():
+        worker.cache(BlockStored(BlockHash(b"b" * 16), BlockHash(bytes(16)), True))
+    async with httpx.AsyncClient(base_url=w.url) as client:
+        assert (await client.post("/reset_prefix_cache")).status_code == 200
+        assert not any(worker.blocks for worker in w.workers.values())
+        assert (await client.get("/reset_prefix_cache")).status_code == 405
+        await w.workers["decode-1"].kill()
+        answer = await client.post("/reset_prefix_cache")
+        assert answer.status_code == 502
+        assert answer.json()["error"]["message"]
 
 
 @in_world()
