@@ -141,6 +141,20 @@ def test_salts_never_share(model):
     assert side.cached_tokens(3) == 512
 
 
+def test_what_is_here_is_said_before_anything_is_computed(model):
+    """The pages of a hit leave with `Reserved` and `Started`, ahead of the first step."""
+    side = Side(model)
+    text = words(2, 900)
+    side.run(1, text[:600])
+    side.turns(api.Submit(leg(2, api.LegKind.PREFILL, text)), api.Start(2))
+    where = {type(e): at for at, batch in enumerate(side.batches) for e in batch if getattr(e, "key", None) == 2}
+    reserved = side.one(2, api.Reserved)
+    assert (reserved.held_tokens, len(reserved.pages.history)) == (512, 2)
+    assert where[api.Reserved] <= where[api.Started] < where[api.ChunkDone]
+    assert side.of(2, api.ChunkDone)[-1].pages.history[:2] == reserved.pages.history
+    side.turns(api.Release(2), num=1)
+
+
 def test_a_cleared_cache_is_cold(model):
     """All of it at rest; of what is read only the rest goes."""
     side = Side(model)

@@ -54,6 +54,7 @@ class Side:
         self.mover = CacheMover(self.layout, self.pools)
         self.copier = CheckPointCopier(self.layout, self.pools)
         self.events: list[api.Event] = []
+        self.batches: list[list[api.Event]] = []
         self.stored: set[bytes] = set()
         self.engine = Engine(
             model, layer_views(self.layout, self.pools), self.manager, self.copier,
@@ -63,6 +64,7 @@ class Side:
 
     def _hear(self, events: list[api.Event]) -> None:
         self.events += events
+        self.batches.append(list(events))
         for event in events:
             for change in event.changes if isinstance(event, api.CacheChanged) else ():
                 match change:
