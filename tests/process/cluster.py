@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.cli.ports import free_ports
 
@@ -150,6 +151,28 @@ class Cluster:
         found = httpx.get(f"http://127.0.0.1:{port}/state", timeout=10.0, trust_env=False).json()
         assert isinstance(found, dict)
         return found
+
+    def count(self, name: str, sample: str, **labels: str) -> float:
+        """A sample of a worker's /metrics, summed over all labels that are not given."""
+        port = self.children()[name].status_port
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10.0, trust_env=False).text
+        return sum(
+            found.value
+            for family in text_string_to_metric_families(text)
+            for found in family.samples
+            if found.name == sample and labels.items() <= found.labels.items()
+        )
+
+    def until_clean(self, limit_s: float = 20.0) -> None:
+        """Wait until every worker answers, and is as an idle one."""
+
+        def is_clean() -> bool:
+            try:
+                return not any(unclean(self.state(name)) for name in self.workers())
+            except httpx.HTTPError:
+                return False
+
+        self.until(is_clean, limit_s, "clean")
 
     def workers(self) -> list[str]:
         """Names of the living workers."""

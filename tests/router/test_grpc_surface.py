@@ -143,6 +143,36 @@ def test_http_and_grpc_say_the_same(in_grpc):
     in_grpc(scenario)
 
 
+def test_choices_are_those_of_http_whole_and_streamed(in_grpc):
+    """Three of one prompt: the same ids and ends, by index, from one prefill each time."""
+
+    async def scenario(w, client):
+        async with httpx.AsyncClient(base_url=w.url) as http:
+            body = {"prompt": "x", "max_tokens": 6, "seed": 5, "n": 3, "return_token_ids": True}
+            over_http = (await http.post("/v1/completions", json=body)).json()
+        expected = [choice["token_ids"] for choice in over_http["choices"]]
+        assert len(set(map(tuple, expected))) == 3
+        ids = client.message("TokenIds")(ids=over_http["choices"][0]["prompt_token_ids"])
+        sampling = client.message("SamplingParams")(max_tokens=6, seed=5, n=3)
+        request = generate(client, token_ids=ids, sampling=sampling)
+        whole = await client.call("Generate", request)
+        assert [choice.index for choice in whole.choices] == [0, 1, 2]
+        assert [list(choice.token_ids) for choice in whole.choices] == expected
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids.ids), 18)
+        streamed, finished = {0: [], 1: [], 2: []}, []
+        async for event in client.call("GenerateStream", request):
+            if event.WhichOneof("event") == "delta":
+                assert event.delta.index not in finished
+                streamed[event.delta.index] += event.delta.token_ids
+            elif event.WhichOneof("event") == "choice_finished":
+                finished.append(event.choice_finished.index)
+        assert list(streamed.values()) == expected
+        assert sorted(finished) == [0, 1, 2]
+        assert all(len(worker.submits) == 3 for worker in w.workers.values())
+
+    in_grpc(scenario)
+
+
 def test_chat_becomes_a_message(in_grpc):
     """Reasoning, content and calls, whole and in pieces; or unparsed text."""
     output = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -115,8 +116,8 @@ class Session:
     async def submit(self, **fields: Any) -> None:
         await self.say(pb.RouterMessage(submit=pb.Submit(**fields)))
 
-    async def abort(self, leg: int) -> None:
-        await self.say(pb.RouterMessage(abort=pb.Abort(leg=leg)))
+    async def abort(self, leg: int, choice: int | None = None) -> None:
+        await self.say(pb.RouterMessage(abort=pb.Abort(leg=leg, choice=choice)))
 
     async def until(self, leg: int, holds: Callable[[pb.LegItem], bool]) -> pb.LegItem:
         async with asyncio.timeout(ANSWER_S), self._news:
@@ -202,7 +203,13 @@ class Pair:
             time.sleep(0.05)
 
     async def both_legs(
-        self, prefill: Session, decode: Session, leg: int, prompt: list[int], sampling: SamplingParams
+        self,
+        prefill: Session,
+        decode: Session,
+        leg: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        seeds: tuple[int, ...] = (),
     ) -> None:
         shared: dict[str, Any] = {
             "leg": leg,
@@ -212,6 +219,7 @@ class Pair:
             "prompt": prompt,
             "sampling": sampling_to_message(sampling),
             "timeout_s": 60.0,
+            "seeds": seeds,
         }
         said = prefill.description
         holder = pb.Endpoint(worker_id=said.worker_id, incarnation=said.incarnation, peer_address=said.peer_address)
@@ -283,6 +291,66 @@ def test_a_pair_gives_the_tokens_of_one_worker_bit_for_bit(pair: Pair, rng: rand
             assert paired == tokens(alone), f"{len(prompts[leg])} tokens"
             assert decode.items[leg].finished.reason == alone.finished.reason
             assert [index for index, _, _ in paired] == list(range(len(paired)))
+
+    pair.run(script)
+
+
+def of_choice(choice: int, *items: pb.LegItem) -> list[tuple[int, int, float]]:
+    return [(token.index, token.id, token.logprob) for item in items for token in item.tokens if token.choice == choice]
+
+
+def test_choices_of_a_pair_and_of_one_worker_are_those_of_single_legs(pair: Pair, rng: random.Random) -> None:
+    """Three seeds in one leg, by one prefill and one transfer; one of them is ended by name while the others go on."""
+    prompt, seeds = prompt_of(rng, 150), (11, -12, 13)
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, logprobs=1, ignore_eos=True)
+
+    async def script(prefill: Session, decode: Session) -> None:
+        await pair.both_legs(prefill, decode, 1, prompt, sampling, seeds)
+        await decode.submit(
+            leg=2, kind=pb.LEG_KIND_LOCAL, prompt=prompt, sampling=sampling_to_message(sampling), seeds=seeds
+        )
+        for number, seed in enumerate(seeds):
+            alone = sampling_to_message(dataclasses.replace(sampling, seed=seed))
+            await decode.submit(leg=10 + number, kind=pb.LEG_KIND_LOCAL, prompt=prompt, sampling=alone)
+        await prefill.end_of(1)
+        for leg in (1, 2):
+            item = await decode.end_of(leg)
+            ends = [*item.choices, item.finished]
+            assert sorted(end.choice for end in ends) == [0, 1, 2]
+            assert {end.reason for end in ends} == {pb.Finished.REASON_LENGTH}
+        for number in range(3):
+            expected = tokens(await decode.end_of(10 + number))
+            assert of_choice(number, prefill.items[1], decode.items[1]) == expected
+            assert of_choice(number, decode.items[2]) == expected
+        long = dataclasses.replace(sampling, max_tokens=400)
+        await pair.both_legs(prefill, decode, 3, prompt, long, seeds)
+        await decode.until(3, lambda item: len(item.tokens) > 9)
+        await decode.abort(3, 1)
+        item = await decode.until(3, lambda item: len(item.choices) > 0)
+        assert [(end.choice, end.reason) for end in item.choices] == [(1, pb.Finished.REASON_NONE)]
+        item = await decode.end_of(3)
+        assert item.HasField("finished"), item
+        counts = [len(of_choice(choice, prefill.items[3], item)) for choice in range(3)]
+        assert counts[0] == counts[2] == 400 > counts[1]
+
+    pair.run(script)
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_aborted_legs_of_several_choices_leave_nothing_behind(pair: Pair, rng: random.Random, who: str) -> None:
+    """While the decode worker forks and decodes, either leg."""
+
+    async def script(prefill: Session, decode: Session) -> None:
+        sampling = SamplingParams(max_tokens=400, temperature=1.0, ignore_eos=True)
+        for leg, num_tokens in enumerate((0, 1, 30), 1):
+            await pair.both_legs(prefill, decode, leg, prompt_of(rng, 300), sampling, (1, 2, 3))
+            if num_tokens:
+                await decode.until(leg, lambda item, least=num_tokens: len(item.tokens) >= least)
+            await (prefill if who == "prefill" else decode).abort(leg)
+            if who == "prefill":
+                await decode.abort(leg)
+        for leg in (1, 2, 3):
+            assert (await decode.end_of(leg)).HasField("failed")
 
     pair.run(script)
 
