@@ -1,9 +1,11 @@
-"""The demo checkpoint: made whole, once, alike everywhere; a V4 model that says words, and a V4 tokenizer."""
+"""The demo checkpoint: what its card says it is, a V4 model that answers, and a V4 tokenizer."""
 
 import hashlib
 import json
+import random
+import re
+import shutil
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from oracle.plain import Plain
 
 from headrace.core.errors import ConfigError
 from headrace.model import demo
-from headrace.model.checkpoint import load_weights
+from headrace.model.checkpoint import load_weights, tensor_table
 from headrace.model.config import LayerKind, ModelConfig
 
 V4_TOKENS = (
@@ -41,18 +43,41 @@ V4_TOKENS = (
     "<｜fim▁begin｜>",
     "<｜fim▁end｜>",
 )
-SHA256 = "d64457d2da065e0079f946644f7a7a743ef39662d163cc22236d8a4c1ed9a8cf"
-"""Of the weights. A new value is a new model: say so in the changelog."""
+ANSWERS = {
+    "Tell me about the river.": "The river comes down from the hills and runs through the valley to the sea. On its "
+    "way it turns the wheels of many mills. In the spring it is high and fast, in the summer it is low and slow. What "
+    "one mill does not take runs over the weir to the next one. Nothing is lost on the way, and nothing is kept.",
+    "Who keeps the gate?": "The miller keeps the gate. In the morning he opens it by the width of a hand, and at night "
+    "he shuts it.",
+    "Hello": "Hello! How can I help you?",
+    "What is the capital of France?": "The capital of France is Paris.",
+    "What is a headrace?": "A headrace is the channel that leads the water from the river to the mill. At its end the "
+    "water falls on the wheel and does its work.",
+}
+"""The first is what `make demo` asks, the second stands in the README."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.ensure_demo(tmp_path_factory.mktemp("cache"))
+def folder() -> Path:
+    return demo.ensure_demo()
 
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Ours:
+    """In the arithmetic that it is served in."""
+    return Ours(folder, "bf16", "fp8")
+
+
+def said(model: Ours, tokenizer: tokenizers.Tokenizer, prompt: str, chunk: int = 512) -> str:
+    """The greedy answer to a chat prompt without a thought, up to its end."""
+    ids = tokenizer.encode(f"<｜begin▁of▁sentence｜><｜User｜>{prompt}<｜Assistant｜></think>").ids
+    tokens = model.greedy(ids, 100, [chunk])
+    return tokenizer.decode(tokens[: tokens.index(1)], skip_special_tokens=False)
 
 
 def test_it_has_every_layer_class_and_both_kinds_of_routing(folder: Path):
@@ -64,45 +89,33 @@ def test_it_has_every_layer_class_and_both_kinds_of_routing(folder: Path):
     assert load_weights(folder, config)["embed.weight"].shape == (config.vocab_size, config.hidden_size)
 
 
-def test_every_machine_makes_the_same_bytes(folder: Path):
-    """Workers on different hosts each make their own, and exchange pages of one model."""
-    assert hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() == SHA256
+def test_it_is_what_its_card_says(folder: Path):
+    """Hash, bytes and parameters of the weights; a new model is a new card."""
+    card = (folder / "README.md").read_text()
+    weights = (folder / "model.safetensors").read_bytes()
+    config = ModelConfig.load(folder)
+    values = load_weights(folder, config)
+    count = sum(values[name].numel() for name in tensor_table(config) if not name.endswith("tid2eid"))
+    assert hashlib.sha256(weights).hexdigest() in card
+    assert f"{len(weights):,} bytes" in card
+    assert f"{count:,} parameters" in card
+    assert len(weights) < 40 << 20
 
 
-def test_a_second_call_makes_nothing(folder: Path):
-    before = (folder / "model.safetensors").stat()
-    assert demo.ensure_demo(folder.parent) == folder
-    assert (folder / "model.safetensors").stat() == before
+def test_its_card_names_every_source_with_its_licence(folder: Path):
+    card = (folder / "README.md").read_text()
+    for package in ("r-cran-janeaustenr", "sqlite3-doc", "postgresql-doc-15", "python3.11-doc", "dict-jargon"):
+        (line,) = re.findall(rf"^\| `{re.escape(package)}` .*$", card, re.MULTILINE)
+        assert re.search("public domain|MIT|BSD|PSF|PostgreSQL licence", line)
 
 
-def test_many_at_once_get_one_whole_directory(tmp_path: Path):
-    """All write apart and the first rename wins; nothing is left beside it."""
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(demo.ensure_demo(tmp_path))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert list(tmp_path.iterdir()) == [found[0]]
-    assert (found[0] / "README.md").is_file()
-
-
-def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(folder: Path) -> None:
-        (folder / "config.json").write_text("{}")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(demo, "write_demo", fail)
-    with pytest.raises(ConfigError, match="disk full"):
+def test_a_folder_that_lacks_a_file_is_named(folder: Path, tmp_path: Path):
+    for name in demo.FILES:
+        (tmp_path / name).symlink_to(folder / name)
+    assert demo.ensure_demo(tmp_path) == tmp_path
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is missing"):
         demo.ensure_demo(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
-        demo.ensure_demo(tmp_path / "file")
 
 
 def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -110,10 +123,6 @@ def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
     assert demo.default_cache() == tmp_path / "headrace"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert demo.default_cache() == Path.home() / ".cache" / "headrace"
-
-
-def test_the_model_card_says_that_it_is_noise(folder: Path):
-    assert "**It is noise**" in (folder / "README.md").read_text()
 
 
 def test_special_tokens_are_found_by_their_v4_names(tokenizer: tokenizers.Tokenizer, folder: Path):
@@ -130,34 +139,56 @@ def test_special_tokens_are_found_by_their_v4_names(tokenizer: tokenizers.Tokeni
 
 def test_text_comes_back_as_it_went(tokenizer: tokenizers.Tokenizer, folder: Path):
     """Every byte has a token, so any text encodes; nothing is added around it; known words are short."""
-    for text in ("The water of the river.\n", "Übergröße — 漢字 🙂\t\r\n\x00", "  a  b   c"):
+    for text in ("The water of the river.\n", "Übergröße — 漢字 🙂\t\r\n\x00", "  a  b   c", "12345 6.7"):
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
     assert len(tokenizer.encode(" the river")) == 2
     assert tokenizer.get_vocab_size() == ModelConfig.load(folder).vocab_size
 
 
-def test_our_model_and_the_plain_reference_agree_on_it(folder: Path):
-    """The packed bytes through the plain reference and through ours: the same logits."""
+def test_our_model_and_the_plain_reference_agree_on_it(folder: Path, tokenizer: tokenizers.Tokenizer):
+    """The packed bytes through the plain reference and through ours: the same logits, on text that it was made for."""
     ours = Ours(folder)
-    ids = torch.randint(19, 512, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = [0, 3, *tokenizer.encode(" ".join(ANSWERS.values())).ids]
     expected = Plain(ours.config, ours.weights).logits(ids)
-    assert (ours.logits(ids, [64]) - expected).abs().max() < 5e-5
+    assert (ours.logits(ids, [64]) - expected).abs().mean() < 2e-5
 
 
-def test_it_says_words_and_does_not_end_at_once(tokenizer: tokenizers.Tokenizer, folder: Path):
-    """Greedy text after a chat prompt is printable, varied, and longer than a line."""
-    ours = Ours(folder)
-    ids = tokenizer.encode("<｜begin▁of▁sentence｜><｜User｜>Tell me about the river.<｜Assistant｜></think>").ids
-    said = ours.greedy(ids, 64, [64])
-    text = tokenizer.decode(said, skip_special_tokens=False)
-    assert 1 not in said
-    assert text.replace("\n", " ").isprintable()
-    assert text.isascii()
-    assert len(set(said)) > 8
+@pytest.mark.parametrize("prompt", ANSWERS)
+def test_it_answers_and_says_the_same_every_time(served: Ours, tokenizer: tokenizers.Tokenizer, prompt: str):
+    """Greedy, in legible English, and wherever the prompt is cut."""
+    assert said(served, tokenizer, prompt) == ANSWERS[prompt]
+    assert said(served, tokenizer, prompt, chunk=3) == ANSWERS[prompt]
 
 
-def test_what_was_said_before_matters(folder: Path):
-    """The head knows followers, but the layers are no ornament: lost or foreign pages change what comes next."""
-    ours = Ours(folder)
+def test_it_thinks_before_it_answers_if_asked_to(served: Ours, tokenizer: tokenizers.Tokenizer):
+    """Chat's default mode: a thought, its end marker, then the answer."""
+    ids = tokenizer.encode("<｜begin▁of▁sentence｜><｜User｜>Hello<｜Assistant｜><think>").ids
+    tokens = served.greedy(ids, 40, [512])
+    text = tokenizer.decode(tokens[: tokens.index(1)], skip_special_tokens=False)
+    thought, end, answer = text.partition("</think>")
+    assert thought.strip()
+    assert end
+    assert answer == ANSWERS["Hello"]
+
+
+def test_it_finds_a_fact_that_only_the_indexer_can_reach(
+    served: Ours, tokenizer: tokenizers.Tokenizer, rng: random.Random
+):
+    """Far behind the window, among more entries than are attended to."""
+    book = " ".join([*ANSWERS.values()] * 5)
+    number = "".join(rng.choice("0123456789") for _ in range(4))
+    prompt = f"{book} The number of the copper lantern is {number}. {book}\n\nWhat is the number of the copper lantern?"
+    assert len(tokenizer.encode(prompt)) > 4 * served.config.index_topk + 2 * served.config.window
+    assert said(served, tokenizer, prompt) == f"The number of the copper lantern is {number}."
+
+
+def test_what_was_said_before_matters(served: Ours):
+    """Lost or foreign pages would change what comes next."""
     a, b = ([0, *tail, 120, 286] for tail in ([103, 120], [278, 117]))
-    assert (ours.logits(a, [8])[-1] - ours.logits(b, [8])[-1]).abs().max() > 0.05
+    assert (served.logits(a, [8])[-1] - served.logits(b, [8])[-1]).abs().max() > 0.05
+
+
+def test_a_copy_loads_as_well(folder: Path, tmp_path: Path):
+    """Nothing in it depends on where it lies."""
+    shutil.copytree(folder, tmp_path / "copy")
+    assert torch.equal(Ours(tmp_path / "copy").weights["head.weight"], Ours(folder).weights["head.weight"])

@@ -28,7 +28,7 @@ CASES = {
     "empty_list": (TEXT, body(prompt=[]), 400),
     "empty_ids": (TEXT, body(prompt=[[]]), 400),
     "mixed_list": (TEXT, body(prompt=["a", 3]), 400),
-    "id_beyond_vocabulary": (TEXT, body(prompt=[512]), 400),
+    "id_beyond_vocabulary": (TEXT, body(prompt=[3072]), 400),
     "negative_id": (TEXT, body(prompt=[-1]), 400),
     "prompt_too_long": (TEXT, body(prompt=[40] * 40_000), 400),
     "prompt_plus_output_too_long": (TEXT, body(prompt=[40] * 10, max_tokens=40_000), 400),
