@@ -17,10 +17,10 @@ FACTS = (
     ("The secret word of the velvet anchor is thunder.", "What is the secret word of the velvet anchor?"),
     ("The number of the copper anchor is 3086.", "What is the number of the copper anchor?"),
 )
-HAY_CHARACTERS = 6_000
-"""About 1,900 tokens: seven times what one c4a layer attends to."""
+HAY_CHARACTERS = 4_000
+"""About 1,300 tokens: five times what one c4a layer attends to."""
 SEED = 1
-"""Of the haystacks; not the test's own, a small model misses a fact now and then, and what serves it is tested."""
+"""Of the haystacks; not the test's own: a small model misses a fact now and then, and what serves it is tested."""
 
 
 def prompts() -> list[tuple[str, str]]:
@@ -38,22 +38,21 @@ def prompts() -> list[tuple[str, str]]:
     return asked
 
 
-def answers(checkpoint: Path, asked: list[tuple[str, str]], *words: str) -> list[str]:
-    """From a cluster of its own, whose cache is fp8 and fp4."""
-    with Cluster(checkpoint, "--kv-dtype", "fp8", *words) as cluster:
-        cluster.wait_ready()
-        found = []
-        for prompt, _ in asked:
-            body = {"messages": [{"role": "user", "content": prompt}], "reasoning_effort": "none", "temperature": 0}
-            answer = cluster.http.post("/v1/chat/completions", json=body, timeout=300.0)
-            assert answer.status_code == 200, answer.text
-            found.append(answer.json()["choices"][0]["message"]["content"])
+def answers(cluster: Cluster, asked: list[tuple[str, str]]) -> list[str]:
+    found = []
+    for prompt, _ in asked:
+        body = {"messages": [{"role": "user", "content": prompt}], "reasoning_effort": "none", "temperature": 0}
+        answer = cluster.http.post("/v1/chat/completions", json=body, timeout=300.0)
+        assert answer.status_code == 200, answer.text
+        found.append(answer.json()["choices"][0]["message"]["content"])
     return found
 
 
-def test_needles_are_found_by_a_pair_as_by_one(demo_checkpoint: Path):
-    """The pair ships its cache; whatever is found is the same, and it is what was asked for."""
+def test_needles_are_found_by_a_pair_as_by_one(pair: Cluster, demo_checkpoint: Path):
+    """Caches are fp8 and fp4, the pair ships its own; what is found is the same, and it is what was asked for."""
     asked = prompts()
     expected = [sentence for _, sentence in asked]
-    assert answers(demo_checkpoint, asked) == expected
-    assert answers(demo_checkpoint, asked, "--monolithic") == expected
+    assert answers(pair, asked) == expected
+    with Cluster(demo_checkpoint, "--monolithic", "--kv-dtype", "fp8") as one:
+        one.wait_ready()
+        assert answers(one, asked) == expected
