@@ -413,7 +413,8 @@ class CacheManager:
         Args:
             evict: give up the oldest check-point if there is no room; else do without.
         Returns:
-            snapshot row that is to be filled at once; -1: kept already, or no room.
+            snapshot row that is to be filled at once; -1: kept already, or no room, or forks of one prompt share a
+            window page, and the first of them to come to this border keeps it.
         """
         sequence = self._sequences[key]
         num = border // BLOCK_TOKENS
@@ -424,6 +425,8 @@ class CacheManager:
         if not self._index.can_check_point(block, evict=evict):
             return -1
         numbers = live_window(border)
+        if any(self._pools[WINDOW].is_indexed(sequence.window[number]) for number in numbers):
+            return -1
         for number in numbers:
             if number not in sequence.shared_window:
                 self._pools[WINDOW].share(sequence.window[number])

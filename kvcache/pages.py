@@ -90,6 +90,10 @@ class PagePool:
     def state(self, page: int) -> PageState:
         return PageState(self._states[page])
 
+    def is_indexed(self, page: int) -> bool:
+        """Whether the prefix index knows it."""
+        return page in self._indexed
+
     # ---- promises ----
 
     def promise(self, num: int) -> None:

@@ -37,7 +37,7 @@ def all_back(side: Side) -> bool:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("length", [1, 5, 64, 129, 256, 300, 512, 515])
+@pytest.mark.parametrize("length", [1, 5, 64, 129, 192, 255, 256, 300, 508, 515])
 def test_each_choice_is_what_it_would_be_alone(model, length, cached):
     """At every kind of border: whole and partial blocks, window pages, rings."""
     prompt = words(length, length)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 
 N = 3
 FIRST_ID, LAST_ID = 19, 511
-BORDERS = (1, 3, 127, 128, 129, 256, 257, 513, 1025)
+BORDERS = (1, 3, 127, 128, 129, 255, 256, 257, 511, 513, 1025)
 
 
 def draw_requests(rng: random.Random) -> list[dict[str, Any]]:

@@ -301,7 +301,7 @@ def of_choice(choice: int, *items: pb.LegItem) -> list[tuple[int, int, float]]:
 
 def test_choices_of_a_pair_and_of_one_worker_are_those_of_single_legs(pair: Pair, rng: random.Random) -> None:
     """Three seeds in one leg, by one prefill and one transfer; one of them is ended by name while the others go on."""
-    prompt, seeds = prompt_of(rng, 150), (11, -12, 13)
+    prompt, seeds = prompt_of(rng, 200), (11, -12, 13)
     sampling = SamplingParams(max_tokens=40, temperature=1.0, logprobs=1, ignore_eos=True)
 
     async def script(prefill: Session, decode: Session) -> None:
