@@ -261,7 +261,8 @@ class Supervisor:
             return
         ending = f"signal {-status}" if status < 0 else f"status {status}"
         child.deaths += 1
-        hopeless = status == EXIT_CONFIG or (not child.was_ready and child.deaths >= self.policy.early_deaths)
+        # Settings that worked once work again: what is wrong now is the host's, a port that another took meanwhile.
+        hopeless = not child.was_ready and (status == EXIT_CONFIG or child.deaths >= self.policy.early_deaths)
         if self._stopping or not self.policy.restart or hopeless:
             self._move(child, ChildEvent.STOP)
             if not self._stopping:

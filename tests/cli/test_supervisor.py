@@ -188,6 +188,18 @@ def test_configuration_error_is_not_repeated():
     assert "giving up" in host.told[-1]
 
 
+def test_what_worked_once_is_tried_again_whatever_it_says(host: Host):
+    """Its port may be another's for a while."""
+    host.handle(Exited("prefill-0", -9))
+    for pause_s in (0.5, 1.0, 2.0, 4.0):
+        host.wait_s(pause_s)
+        host.handle(Exited("prefill-0", EXIT_CONFIG))
+        assert "starting it again" in host.told[-1]
+    host.wait_s(8.0)
+    host.handle(Probed("prefill-0", True))
+    assert host.supervisor.state("prefill-0") is ChildState.READY
+
+
 def test_child_that_hangs_at_its_start_is_killed_and_given_up():
     """The deadline of readiness is the child's own, driven by a tick."""
     host = Host(Policy(ready_timeout_s=15.0))
