@@ -217,10 +217,10 @@ def unclean(state: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def listening_ports(pids: set[int]) -> set[int]:
-    """TCP ports on which any of these processes listens."""
+def listening_ports(pids: set[int] | None = None) -> set[int]:
+    """TCP ports on which any of these processes listens; None: anybody."""
     inodes: set[str] = set()
-    for pid in pids:
+    for pid in pids or ():
         for entry in Path(f"/proc/{pid}/fd").glob("*"):
             try:
                 found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
@@ -232,6 +232,6 @@ def listening_ports(pids: set[int]) -> set[int]:
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             words = line.split()
-            if words[3] == "0A" and words[9] in inodes:
+            if words[3] == "0A" and (pids is None or words[9] in inodes):
                 ports.add(int(words[1].rpartition(":")[2], 16))
     return ports

@@ -149,6 +149,7 @@ def test_more_choices_than_a_worker_can_ever_hold_are_refused(pair: Cluster, rng
     pair.until_clean()
 
 
+@pytest.mark.slow
 def test_choices_outlive_a_killed_decode_worker(demo_checkpoint: Path, rng: random.Random):
     """SIGKILL in mid-stream: every choice comes to the end of an undisturbed one, or the stream to an error."""
     words = ("--served-model-name", "demo", "--decode", "2")

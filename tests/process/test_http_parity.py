@@ -17,7 +17,7 @@ CUTS = (1, 4, 5, 128, 129, 255, 256, 257, 300)
 """Prompt lengths on both sides of the borders that a page, a window, a block and a compressor have."""
 
 
-@pytest.mark.parametrize("dialect", ["released", "transformers"])
+@pytest.mark.parametrize("dialect", ["released", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, demo_checkpoint: Path, dialect: str):
     """Every prompt's leading tokens that no near tie puts in doubt, in fp32, through the completions endpoint."""
     variant = BY_NAME["every_kind"]

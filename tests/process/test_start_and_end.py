@@ -61,9 +61,8 @@ def test_ready_in_time_and_gone_after_ctrl_c(demo_checkpoint: Path):
         assert cluster.stop(signal.SIGINT) == 0
     assert wait_gone(pids, 0.0) == []
     assert shared_memory() == before
-    import headrace.cli.ports as port_tools
-
-    assert [port for port in ports if not port_tools.is_free("127.0.0.1", port)] == []
+    # Not whether they could be had: some are the kernel's to give to anybody's outgoing connections.
+    assert not ports & listening_ports()
     assert took_s < READY_S
 
 
