@@ -114,7 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
     layout = add("layout", print_layout, "print what the cache of a model costs, by layer class and precision")
     add_layout_arguments(layout)
 
-    demo = add("demo", _demo, "build the demo checkpoint, serve it, ask it something and show what happened")
+    demo = add("demo", _demo, "serve the demo model, ask it something and show what happened")
     demo.add_argument("--once", action="store_true", help="exit after the answer instead of serving on")
     demo.add_argument("--prompt", default="Tell me about the river.", help="what to ask")
     _add_edge(demo)

@@ -310,12 +310,14 @@ class HostServer:
                 self._events.put_nowait(Probed(name, ready))
 
     async def _report_progress(self) -> None:
-        started_s = time.monotonic()
+        since_s = time.monotonic()
         while True:
             await asyncio.sleep(PROGRESS_S)
             waiting = [n for n in self._children if self._supervisor.state(n) is ChildState.STARTING]
             if waiting:
-                self._say(f"headrace: loading {', '.join(waiting)} ({time.monotonic() - started_s:.0f} s)")
+                self._say(f"headrace: loading {', '.join(waiting)} ({time.monotonic() - since_s:.0f} s)")
+            else:
+                since_s = time.monotonic()
 
 
 async def is_ready(host: str, port: int) -> bool:

@@ -127,6 +127,8 @@ def build_engine(
     golden = golden_digests(layout, cpu.insert_entries) | {"rotary": table_digest(far)}
     named = {"weights": weight_digest(path), "arithmetic": "bf16" if bf16 else "fp32", "kernels": "cpu-1"}
     text = document(layout, named, golden)
+    if not config.model.max_model_len:
+        max_model_len = min(max_model_len, manager.max_tokens())
     engine = Engine(
         model,
         layer_views(layout, pools),

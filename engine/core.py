@@ -19,7 +19,7 @@ from torch import Tensor
 from ..config.tree import EngineSection
 from ..core.blocks import BLOCK_TOKENS, block_hashes, child_hash, root_hash
 from ..core.clock import Clock
-from ..core.errors import Cancelled, HeadraceError, NoFreePages, PromptTooLong, QueueFull
+from ..core.errors import Cancelled, HeadraceError, NoFreePages, PromptTooLong, QueueFull, RequestError
 from ..core.sampling import FinishReason
 from ..kvcache.allocator import CacheManager, Hit
 from ..kvcache.check_points import SPACING, next_border, prompt_borders
@@ -197,13 +197,20 @@ class Engine:
         chunk = self._section.max_num_batched_tokens
         # A prefill samples all first tokens and forks nothing.
         num_choices = 1 if request.kind is LegKind.PREFILL else request.num_choices
-        if total > self._max_model_len or not self._manager.can_ever_fit(
-            len(request.prompt), request.sampling.max_tokens, min(chunk, len(request.prompt)), num_choices
-        ):
+
+        def fits(choices: int) -> bool:
+            return total <= self._max_model_len and self._manager.can_ever_fit(
+                len(request.prompt), request.sampling.max_tokens, min(chunk, len(request.prompt)), choices
+            )
+
+        if not fits(1):
             longest = min(self._max_model_len, self._manager.max_tokens())
-            choices = f" for each of {num_choices} choices" if num_choices > 1 else ""
-            error = PromptTooLong(f"{total} tokens wanted{choices}, at most {longest} fit this worker")
+            error = PromptTooLong(f"{total} tokens wanted, at most {longest} fit this worker")
             self._events.append(Refused(request.key, error))
+        elif not fits(num_choices):
+            most = max(n for n in range(1, num_choices) if fits(n))
+            message = f"n is {num_choices}, but at most {most} choices of {total} tokens fit this worker"
+            self._events.append(Refused(request.key, RequestError(message, param="n")))
         elif len(self._queue) >= self._section.max_queue:
             self._events.append(Refused(request.key, QueueFull(f"{len(self._queue)} requests wait already")))
         else:

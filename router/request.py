@@ -538,7 +538,7 @@ async def settle(draft: Draft, model: ServedModel, bounds: Bounds, pool: Tokeniz
     )
 
 
-def too_long(param: str, limit: int, num_prompt: int, output: str) -> RequestError:
+def too_long(param: str, limit: int, num_prompt: int | str, output: str) -> RequestError:
     return PromptTooLong(
         f"at most {limit} tokens fit, but the prompt has {num_prompt} tokens and {output} was asked for", param=param
     )
@@ -550,7 +550,7 @@ async def tokenise(draft: Draft, model: ServedModel, bounds: Bounds, pool: Token
     whole = sum(map(len, texts)) if draft.segments is not None else max(map(len, texts), default=0)
     at_least = whole // model.tokenizer.longest_token_bytes
     if at_least > bounds.max_model_len and draft.truncate is None:
-        raise too_long(draft.param, bounds.max_model_len, at_least, "output")
+        raise too_long(draft.param, bounds.max_model_len, f"at least {at_least}", "output")
     if draft.segments is not None:
         return (Prompt(tuple(await pool.encode_segments(draft.segments))),)
     if draft.infill is not None:

@@ -202,6 +202,10 @@ def submit_message(action: OpenLeg, *, request_id: str, cache_salt: str, priorit
     return message
 
 
+CALL_ENDED = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError)
+"""How grpc.aio says that a call is over: by its status, and to whoever writes after its end in other ways."""
+
+
 class WorkerSession:
     """Keeps one session alive; `run` returns when it is cancelled."""
 
@@ -260,6 +264,9 @@ class WorkerSession:
                 was_up = await self._one_session()
             except HeadraceError as error:
                 log.info("event=session_refused worker=%s reason=%r", self.address, str(error))
+            except Exception:
+                # A defect, and told as one; but a worker that nobody dials again would be lost until a restart.
+                log.exception("event=session_broken worker=%s", self.address)
             pause_s = self._times.first_pause_s if was_up else min(pause_s * 2, self._times.longest_pause_s)
             await asyncio.sleep(pause_s * (0.5 + self._random.random()))
 
@@ -285,7 +292,7 @@ class WorkerSession:
                 )  # fmt: skip
                 index = self._owner.worker_up(description)
                 await self._talk(call, self._subscription(index).run(stub))
-            except (grpc.aio.AioRpcError, grpc.aio.UsageError, TimeoutError) as cause:
+            except CALL_ENDED as cause:
                 details = cause.details() if isinstance(cause, grpc.aio.AioRpcError) else str(cause)
                 log.debug("event=session_error worker=%s details=%r", self.address, details)
             except HeadraceError as ours:

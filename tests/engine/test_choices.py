@@ -123,7 +123,9 @@ def test_more_choices_than_rows_are_refused_and_fewer_wait(model):
     """What can never fit is said at once; what does not fit now waits with nothing taken."""
     side = Side(model, pages=TINY)
     side.turns(api.Submit(several(local(1, words(1, 20)), tuple(range(5)))), num=2)
-    assert side.one(1, api.Refused).error.reason == "context_length_exceeded"
+    refused = side.one(1, api.Refused).error
+    assert (refused.reason, refused.param) == ("invalid_value", "n")
+    assert "at most 4 choices" in str(refused)
     side.turns(api.Submit(local(2, words(1, 20))), api.Submit(local(3, words(2, 20))), num=1)
     side.turns(api.Submit(several(local(4, words(3, 20)))), num=1)
     assert not side.of(4, api.Reserved)

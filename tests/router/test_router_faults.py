@@ -164,6 +164,31 @@ async def test_silent_worker_is_given_up(w):
 
 
 @in_world()
+async def test_a_session_is_opened_again_however_it_broke(w):
+    """A write after the call's end, which grpc.aio tells in its own way, and a defect of ours: nobody is lost."""
+    prefill, dispatcher, downs = w.workers["prefill-0"], w.router.dispatcher, []
+    session, told = dispatcher._sessions[prefill.address], dispatcher.worker_down
+    dispatcher.worker_down = lambda *words: (downs.append(words), told(*words))
+    whole = session._write
+    for error in (asyncio.InvalidStateError("RPC already finished."), AssertionError("a defect")):
+
+        async def broken(call, error=error):
+            session._write = whole
+            raise error
+
+        session._write = broken
+        downs.clear()
+        await prefill.kill()
+        await w.until(lambda: len(downs) == 1)
+        await prefill.start()
+        await w.until(lambda: len(downs) == 2)
+        await w.until(lambda: dispatcher.placement.can_serve)
+        done = await w.client.completions.create(model="tide", prompt=[70], max_tokens=4, seed=1)
+        assert done.choices[0].text == expected(w, [70], 1, 4)
+    await nothing_left(w)
+
+
+@in_world()
 async def test_restarted_worker_is_another_life(w):
     """Its incarnation, role and address come from itself."""
     prefill = w.workers["prefill-0"]
