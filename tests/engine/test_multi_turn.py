@@ -11,7 +11,7 @@ from headrace.model.transformer import Transformer
 
 LONGEST = 9000
 PAGES = {**LARGE, PoolKind.HISTORY: 80}
-SAMPLING = dataclasses.replace(SAMPLED, max_tokens=90)
+SAMPLING = dataclasses.replace(SAMPLED, max_tokens=30)
 BLOCK = 256
 
 
@@ -22,7 +22,7 @@ def model() -> Transformer:
 
 def questions() -> list[tuple[int, ...]]:
     """What the user adds each turn: long at first, some turns short."""
-    return [words(turn, length) for turn, length in enumerate([1500, 900, 40, 1100, 700, 3, 900, 800, 256, 1000])]
+    return [words(turn, length) for turn, length in enumerate([2200, 900, 40, 1100, 700, 3, 900, 800, 256, 1000])]
 
 
 def computed(side: Side, key: int, prompt: tuple[int, ...]) -> int:

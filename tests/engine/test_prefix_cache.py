@@ -263,7 +263,7 @@ def hand_over(p: Side, d: Side, key: int, prompt: tuple[int, ...]) -> tuple[list
 
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_disaggregated_hits_equal_cold_local_runs(model, kv_dtype, seed):
     """Each side has its own cache; only what the taker lacks is shipped."""
     p, d = Side(model, kv_dtype, budget=300), Side(model, kv_dtype)
