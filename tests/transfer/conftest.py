@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -61,7 +62,9 @@ class Process:
         self.heard: deque[tuple[Any, ...]] = deque()
 
     def tell(self, *order: Any) -> None:
-        self.connection.send(order)
+        """An order to one that was killed is lost; that it is gone is seen when its connection is read."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(order)
 
     def signal(self, number: signal.Signals) -> None:
         self.child.send_signal(number)
