@@ -94,7 +94,7 @@ def conversations(seed: int, longest: int) -> list[tuple[tuple[int, ...], Sampli
     return requests
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
 @pytest.mark.parametrize("pages", [LARGE, TINY], ids=["large", "tiny"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
 def test_random_conversations_equal_cold_runs(model, kv_dtype, pages, seed):

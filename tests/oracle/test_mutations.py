@@ -1,6 +1,7 @@
 """The parity check is worth its name: every known mistake, put into our own model, fails it; the means alone do not."""
 
 import pytest
+import torch
 from oracle.builder import random_weights
 from oracle.faults import FAULTS
 from oracle.judge import SHORT, SHORT_CUTS, TOLERANCE, Checkpoints, check, worst
@@ -17,9 +18,16 @@ CHUNKS = [TOKENS - 3, 1]
 """Most of it at once, so that a window of 129 finds its pages; then token by token, through the rolling rows."""
 
 
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    return random_weights(V)
+
+
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return Bench(ModelConfig.from_dict(V.config()), random_weights(V), monkeypatch)
+def bench(weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A mistake may be put into the weights: each gets its own."""
+    own = {name: tensor.clone() for name, tensor in weights.items()}
+    return Bench(ModelConfig.from_dict(V.config()), own, monkeypatch)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from headrace.model.config import ModelConfig
 CHUNKS = ([SHORT], [7, 1, 122, 37], [64], [3, 1, 124, 1, 127], [1])
 """Whole; across every border; page by page; up to each border; token by token."""
 LONG_CHUNKS = ([LONG], [256], [1023, 1, 1, 100], [2047, 1])
-IN_EVERY_RUN = ("released_yarn",)
-"""Variants whose long prompts are part of the plain test command; the others' run nightly."""
+NIGHTLY = ("without_mtp", "all_hashed", "few_rounds", "short_yarn", "released_limit")
+"""Variants that run nightly, as all long prompts do: each differs in one thing from one that always runs."""
 
 
 def greedy_agrees(ours: Ours, record: oracle.Record) -> None:
@@ -27,7 +27,11 @@ def greedy_agrees(ours: Ours, record: oracle.Record) -> None:
         assert tokens[:certain] == continuation.tokens[:certain], f"after {continuation.length} tokens, cut as {chunks}"
 
 
-@pytest.mark.parametrize("v", VARIANTS, ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "v",
+    [pytest.param(v, marks=pytest.mark.slow) if v.name in NIGHTLY else v for v in VARIANTS],
+    ids=lambda v: v.name,
+)
 def test_logits_and_greedy_tokens_are_those_of_transformers(v: Variant, checkpoints: Checkpoints):
     """Within 5e-5 at all positions; and the cuts change no bit."""
     record = checkpoints.record(v, SHORT, SHORT_CUTS)
@@ -39,11 +43,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(v: Variant, checkpoi
     greedy_agrees(ours, record)
 
 
-@pytest.mark.parametrize(
-    "v",
-    [v if v.name in IN_EVERY_RUN else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS],
-    ids=lambda v: v.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("v", VARIANTS, ids=lambda v: v.name)
 def test_long_prompts_are_those_of_transformers(v: Variant, checkpoints: Checkpoints):
     """2,500 tokens: many times more visible entries than are selected, every page and block border crossed."""
     record = checkpoints.record(v, LONG, LONG_CUTS)

@@ -18,6 +18,8 @@ FIRST_ID, LAST_ID = 19, 511
 BORDERS = (1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025)
 CONCURRENCY = 8
 NUM_REQUESTS, LONGEST = 50, 2500
+IN_EVERY_RUN = 25
+"""Of each cache format; nightly all of them."""
 
 
 def draw_requests(rng: random.Random, count: int, longest: int) -> list[dict[str, Any]]:
@@ -61,15 +63,17 @@ def ask_all(cluster: Cluster, requests: Sequence[dict[str, Any]], order: Sequenc
         return dict(pool.map(ask, order))
 
 
-def check_same_bits(checkpoint: Path, kv_dtype: str, rng: random.Random, pairs: int = 1) -> None:
-    requests = draw_requests(rng, NUM_REQUESTS, LONGEST)
+def check_same_bits(
+    checkpoint: Path, kv_dtype: str, rng: random.Random, pairs: int = 1, num_requests: int = NUM_REQUESTS
+) -> None:
+    requests = draw_requests(rng, num_requests, LONGEST)
     workers = ("--prefill", str(pairs), "--decode", str(pairs))
     runs: dict[str, dict[int, Any]] = {}
     for name, words in {
         "monolithic": ("--monolithic", "--max-num-batched-tokens", "1024"),
         "disaggregated": (*workers, "--max-num-batched-tokens", "320"),
     }.items():
-        order = rng.sample(range(NUM_REQUESTS), NUM_REQUESTS)
+        order = rng.sample(range(num_requests), num_requests)
         with Cluster(checkpoint, "--served-model-name", "demo", "--kv-dtype", kv_dtype, *words) as cluster:
             cluster.wait_ready()
             runs[name] = ask_all(cluster, requests, order)
@@ -83,10 +87,11 @@ def check_same_bits(checkpoint: Path, kv_dtype: str, rng: random.Random, pairs: 
         assert found == expected, f"request {index}: {len(request['prompt'])} tokens, {request}"
 
 
+@pytest.mark.parametrize("num_requests", [IN_EVERY_RUN, pytest.param(NUM_REQUESTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
-def test_disaggregated_equals_monolithic(demo_checkpoint: Path, kv_dtype: str, rng: random.Random):
+def test_disaggregated_equals_monolithic(demo_checkpoint: Path, kv_dtype: str, num_requests: int, rng: random.Random):
     """Other chunk size, other order, other company, another process for the first token: the same bits."""
-    check_same_bits(demo_checkpoint, kv_dtype, rng)
+    check_same_bits(demo_checkpoint, kv_dtype, rng, num_requests=num_requests)
 
 
 @pytest.mark.slow
