@@ -9,7 +9,7 @@ bytes, no time. One thread owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core.blocks import BLOCK_TOKENS, BlockHash
@@ -18,10 +18,9 @@ from ..core.kv_events import KvEvent
 from ..core.pools import PoolKind
 from .layout import WINDOW_PAGE_TOKENS, WINDOW_TOKENS, live_window
 from .pages import PagePool, PageState, PoolCounts
-from .prefix import PrefixIndex
+from .prefix import OnFree, PrefixIndex
 from .sequence import SequencePages
 
-OnFree = Callable[[PoolKind, Sequence[int]], None]
 HISTORY, WINDOW, STATE, SNAPSHOT = PoolKind.HISTORY, PoolKind.WINDOW, PoolKind.STATE, PoolKind.SNAPSHOT
 
 
@@ -288,6 +287,7 @@ class CacheManager:
         assert not source.landing
         assert source.length == length
         assert not target.history
+        assert length >= source.num_shared * BLOCK_TOKENS, "a replay is no place to fork"
         blocks, live = length // BLOCK_TOKENS, live_window(length)
         for page in source.history[source.num_shared : blocks]:
             self._pools[HISTORY].share(page)

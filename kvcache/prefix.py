@@ -34,7 +34,6 @@ class _Block:
     parent: BlockHash
     page: int
     num_children: int = 0
-    check_point: CheckPoint | None = None
 
 
 class PrefixIndex:
@@ -147,7 +146,7 @@ class PrefixIndex:
         self._snapshot.index(row)
         for page in window:
             self._window.index(page)
-        self._check_points[block] = self._blocks[block].check_point = CheckPoint(window, row)
+        self._check_points[block] = CheckPoint(window, row)
         self._tell(block)
         return row
 
@@ -163,8 +162,7 @@ class PrefixIndex:
         pages: list[int] = []
         for _ in range(num):
             block, _ = self._resting.popitem(last=False)
-            if block in self._check_points:
-                self._forget_check_point(block)
+            self._forget_check_point(block)
             known = self._blocks.pop(block)
             assert not known.num_children
             del self._by_page[known.page]
@@ -206,7 +204,6 @@ class PrefixIndex:
     def _forget_check_point(self, block: BlockHash) -> CheckPoint | None:
         check_point = self._check_points.pop(block, None)
         if check_point is not None:
-            self._blocks[block].check_point = None
             freed = self._window.unindex(check_point.window)
             if freed:
                 self._on_free(PoolKind.WINDOW, freed)
@@ -222,7 +219,7 @@ class PrefixIndex:
 
     def _tell(self, block: BlockHash) -> None:
         known = self._blocks[block]
-        self._events.append(BlockStored(block, known.parent, known.check_point is not None))
+        self._events.append(BlockStored(block, known.parent, block in self._check_points))
 
     def num_indexed(self, kind: PoolKind) -> int:
         match kind:
@@ -264,6 +261,6 @@ class PrefixIndex:
         place = {block: at for at, block in enumerate(self._resting)}
         if any(place.get(self._blocks[b].parent, len(place)) < at for b, at in place.items()):
             wrong.append("prefix: a block would be evicted before one that follows it")
-        if {b: known.check_point for b, known in self._blocks.items() if known.check_point} != self._check_points:
-            wrong.append("prefix: check-points and blocks disagree")
+        if not self._check_points.keys() <= self._blocks.keys():
+            wrong.append("prefix: a check-point has no block")
         return wrong

@@ -160,6 +160,8 @@ class PrefixMachine(RuleBasedStateMachine):
         if not found or not found[1].computed or self.manager._sequences[found[0]].length != found[1].computed:
             return
         key, sequence = found
+        if sequence.computed < sequence.hit.num_blocks * 256:
+            return  # in mid-replay: an engine forks at the prompt's end, behind what it hit
         ids = [self.next_key + at for at in range(1, forks + 1)]
         self.next_key += forks
         try:
