@@ -362,7 +362,8 @@ class Engine:
             except BrokenLogits as error:
                 self._fail(sequence, error)
                 continue
-            self._publish(sequence)
+            if sequence.computed // BLOCK_TOKENS > piece.start // BLOCK_TOKENS:
+                self._publish(sequence)
             if sequence.request.kind is not LegKind.GENERATE and piece.start < sequence.num_prompt:
                 self._events.append(ChunkDone(sequence.key, sequence.computed, sequence.pages))
             self._manager.trim_window(sequence.id, sequence.computed)
@@ -470,7 +471,7 @@ class Engine:
         return next_border(sequence.computed, sequence.borders, spaced=spaced)
 
     def _publish(self, sequence: EngineSequence) -> None:
-        """The step is done: whole blocks may be read by others from now on, and a border may be kept."""
+        """A step that passed a border is done: whole blocks may be read by others, and the border may be kept."""
         num, computed = sequence.computed // BLOCK_TOKENS, sequence.computed
         if sequence.root is None:
             return
