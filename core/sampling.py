@@ -53,3 +53,17 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
+
+
+def end_of(params: SamplingParams, token: int, num_tokens: int) -> tuple[FinishReason, int | None] | None:
+    """Whether an output ends with `token`, its `num_tokens`-th since it was (re)submitted; and the stop id that did it.
+
+    Holder and taker each ask of a first token: one rule, so that they agree.
+    """
+    if token in params.stop_token_ids:
+        return FinishReason.STOP, token
+    if token in params.eos_token_ids and not params.ignore_eos:
+        return FinishReason.STOP, None
+    if num_tokens >= params.max_tokens:
+        return FinishReason.LENGTH, None
+    return None

@@ -12,7 +12,7 @@ from enum import Enum
 from ..core.blocks import BLOCK_TOKENS
 from ..core.errors import HeadraceError, QueueFull
 from ..core.ids import TransferId
-from ..core.sampling import FinishReason, SamplingParams
+from ..core.sampling import FinishReason, SamplingParams, end_of
 from ..engine import api as engine
 from ..kvcache.sequence import SequencePages
 from ..transfer import api as transfer
@@ -335,21 +335,13 @@ class LocalLeg:
 
 
 def _all_ended_by(tokens: tuple[int, ...], sampling: SamplingParams) -> list[Action]:
-    """Every choice was ended by its first token."""
-    *others, (reason, stop_token_id) = (_ended_by(token, sampling) for token in tokens)
+    """Every choice was ended by its first token, the holder says; by which rule, both know."""
+    ends = [end_of(sampling, token, 1) or (FinishReason.LENGTH, None) for token in tokens]
+    *others, (reason, stop_token_id) = ends
     return [
         *(Say(ChoiceFinished(choice, *why)) for choice, why in enumerate(others)),
         Say(Finished(reason, stop_token_id, choice=len(others))),
     ]
-
-
-def _ended_by(token: int, sampling: SamplingParams) -> tuple[FinishReason, int | None]:
-    """Why its first token ended a choice, and the stop id: the rule that the holder's engine followed."""
-    if token in sampling.stop_token_ids:
-        return FinishReason.STOP, token
-    if token in sampling.eos_token_ids and not sampling.ignore_eos:
-        return FinishReason.STOP, None
-    return FinishReason.LENGTH, None
 
 
 def _kind(event: LegEvent) -> Event:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..core.blocks import BlockHash
-from ..core.sampling import FinishReason, SamplingParams
+from ..core.sampling import FinishReason, SamplingParams, end_of
 from ..kvcache.allocator import Hit
 from ..kvcache.sequence import SequencePages
 from .api import EngineRequest
@@ -85,14 +85,7 @@ class EngineSequence:
 
     def over(self, token: int) -> tuple[FinishReason, int | None] | None:
         """Whether this token, the last of `tokens`, ended the output; and the stop token that did."""
-        params = self.sampling
-        if token in params.stop_token_ids:
-            return FinishReason.STOP, token
-        if token in params.eos_token_ids and not params.ignore_eos:
-            return FinishReason.STOP, None
-        if self.index - self.request.num_output_tokens >= params.max_tokens:
-            return FinishReason.LENGTH, None
-        return None
+        return end_of(self.sampling, token, self.index - self.request.num_output_tokens)
 
 
 def seeded(request: EngineRequest, choice: int) -> SamplingParams:
