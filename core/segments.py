@@ -58,13 +58,14 @@ class SegmentGeometry(Protocol):
         """Partial last block (if any), window pages and compressor rows of a sequence of `length` tokens."""
         ...
 
-    def expected(self, length: int, held_blocks: int) -> frozenset[SegmentRange]:
-        """All of what must be stored before a taker that holds `held_blocks` may use the sequence, cut into the finest
-        ranges: one layer and one unit each (STATE: one layer, all its positions)."""
+    def expected(self, length: int, held_blocks: int) -> tuple[SegmentRange, ...]:
+        """All of what must be stored before a taker that holds `held_blocks` may use the sequence: one range for each
+        kind and layer that has any of it, ascending. Its finest parts are units of HISTORY and WINDOW, and a STATE
+        range as a whole."""
         ...
 
     def split(self, ranges: Sequence[SegmentRange]) -> frozenset[SegmentRange]:
-        """The finest ranges that `ranges` cover, in the units of `expected`."""
+        """The finest ranges that `ranges` cover: one layer and one unit each (STATE: one layer, all its positions)."""
         ...
 
 

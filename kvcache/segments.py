@@ -29,7 +29,7 @@ from ..core.errors import LayoutError
 from ..core.pools import PoolKind
 from ..core.segments import RangeKind, SegmentRange
 from ..kernels import segment_copy
-from .layout import OVERLAP_ROWS, CacheLayout, Region, Stream, kept_rows, live_window
+from .layout import CacheLayout, Region, Stream, kept_rows, live_window
 from .sequence import SequencePages
 
 if TYPE_CHECKING:  # sizes are asked for where no torch is
@@ -114,20 +114,24 @@ class CacheGeometry:
         packer.add(STATE, first, length - first, sizes)
         return packer.segments()
 
-    def expected(self, length: int, held_blocks: int) -> frozenset[SegmentRange]:
-        """Everything that a taker needs which holds the first `held_blocks` blocks, in finest ranges."""
-        blocks, window = -(-length // BLOCK_TOKENS), live_window(length)
+    def expected(self, length: int, held_blocks: int) -> tuple[SegmentRange, ...]:
+        """Everything that a taker needs which holds the first `held_blocks` blocks: a range for each kind and layer."""
         if not 0 < length <= MAX_LENGTH or not 0 <= held_blocks * BLOCK_TOKENS <= length:
             raise LayoutError(f"no sequence of {length} tokens has {held_blocks} whole blocks")
+        blocks, window = -(-length // BLOCK_TOKENS), live_window(length)
         ranges = [
-            SegmentRange(WINDOW, 0, self._num_layers, window.start, len(window)),
-            SegmentRange(
-                STATE, 0, self._num_layers, max(0, length - 128 - OVERLAP_ROWS), min(length, 128 + OVERLAP_ROWS)
-            ),
+            SegmentRange(HISTORY, layer, 1, held_blocks, blocks - held_blocks)
+            for layer, size in enumerate(self._history)
+            if size and blocks > held_blocks
         ]
-        if blocks > held_blocks:
-            ranges.append(SegmentRange(HISTORY, 0, self._num_layers, held_blocks, blocks - held_blocks))
-        return self.split(ranges)
+        ranges += [
+            SegmentRange(WINDOW, layer, 1, window.start, len(window)) for layer, size in enumerate(self._window) if size
+        ]
+        for layer in range(self._num_layers):
+            if self.state_bytes(layer, length):
+                first = self._first_row(layer, length)
+                ranges.append(SegmentRange(STATE, layer, 1, first, length - first))
+        return tuple(ranges)
 
     def split(self, ranges: Sequence[SegmentRange]) -> frozenset[SegmentRange]:
         """The finest ranges that `ranges` cover; layers that hold nothing of a kind drop out.
@@ -192,16 +196,10 @@ class CacheGeometry:
         return kept_rows(self.layout.shape.ratio(layer), length).start
 
 
-class CacheMover:
-    """Copies segments between the pages of this process's pools and buffers (`core.segments.SegmentMover`).
-
-    The digest is over index, length and payload: a payload under another index is another digest. The copy itself runs
-    in C without the GIL.
-    """
+class SegmentRuns:
+    """Where the bytes of a segment lie in this process's pools, in payload order."""
 
     def __init__(self, layout: CacheLayout, pools: CachePools) -> None:
-        if pools.device.type != "cpu":
-            raise LayoutError("segments are copied by the CPU; pools on a GPU need the device's page mover")
         self.layout = layout
         self.geometry = CacheGeometry(layout)
         self._base = {spec.kind: spec.base_address for spec in pools.specs()}
@@ -209,24 +207,12 @@ class CacheMover:
         self._page_bytes = {spec.kind: spec.page_bytes for spec in pools.specs()}
         self._runs: dict[tuple[PoolKind, int, int], tuple[Int64Array, Int64Array]] = {}
 
-    def gather(self, pages: object, ranges: Sequence[SegmentRange], length: int, buffer_address: int) -> int:
-        """Copy from pages into the buffer; digest of index and payload.
+    def resolve(self, pages: object, ranges: Sequence[SegmentRange], length: int) -> tuple[Int64Array, Int64Array]:
+        """Addresses and lengths of all runs.
 
         Raises:
             LayoutError: a range that the sequence does not have, or without a page.
         """
-        addresses, lengths = self._resolve(pages, ranges, length)
-        payload = segment_copy.gather(addresses, lengths, buffer_address)
-        return segment_copy.segment_digest(segment_copy.mix_index(ranges, length), payload)
-
-    def scatter(self, pages: object, ranges: Sequence[SegmentRange], length: int, buffer_address: int) -> int:
-        """Copy from the buffer into pages; digest of index and the very bytes stored. Raises as `gather`."""
-        addresses, lengths = self._resolve(pages, ranges, length)
-        payload = segment_copy.scatter(buffer_address, addresses, lengths)
-        return segment_copy.segment_digest(segment_copy.mix_index(ranges, length), payload)
-
-    def _resolve(self, pages: object, ranges: Sequence[SegmentRange], length: int) -> tuple[Int64Array, Int64Array]:
-        """Addresses and lengths of all runs, in payload order."""
         assert isinstance(pages, SequencePages)
         payload_bytes = self.geometry.payload_bytes(ranges, length)
         parts = [part for one in ranges for part in self._range_runs(pages, one, length)]
@@ -279,6 +265,36 @@ class CacheMover:
             table = np.array(runs, dtype=np.int64)
             self._runs[key] = table[:, 0].copy(), table[:, 1].copy()
         return self._runs[key]
+
+
+class CacheMover:
+    """Copies segments between the pages of this process's pools and buffers (`core.segments.SegmentMover`), on the CPU.
+
+    The digest is over index, length and payload: a payload under another index is another digest. The copy itself runs
+    in C without the GIL.
+    """
+
+    def __init__(self, layout: CacheLayout, pools: CachePools) -> None:
+        if pools.device.type != "cpu":
+            raise LayoutError("segments are copied by the CPU; pools on a GPU need the device's mover")
+        self.segments = SegmentRuns(layout, pools)
+        self.geometry = self.segments.geometry
+
+    def gather(self, pages: object, ranges: Sequence[SegmentRange], length: int, buffer_address: int) -> int:
+        """Copy from pages into the buffer; digest of index and payload.
+
+        Raises:
+            LayoutError: a range that the sequence does not have, or without a page.
+        """
+        addresses, lengths = self.segments.resolve(pages, ranges, length)
+        payload = segment_copy.gather(addresses, lengths, buffer_address)
+        return segment_copy.segment_digest(segment_copy.mix_index(ranges, length), payload)
+
+    def scatter(self, pages: object, ranges: Sequence[SegmentRange], length: int, buffer_address: int) -> int:
+        """Copy from the buffer into pages; digest of index and the very bytes stored. Raises as `gather`."""
+        addresses, lengths = self.segments.resolve(pages, ranges, length)
+        payload = segment_copy.scatter(buffer_address, addresses, lengths)
+        return segment_copy.segment_digest(segment_copy.mix_index(ranges, length), payload)
 
 
 class _Packer:

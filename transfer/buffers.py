@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol, TypeAlias
 
 from ..core.ids import TransferId
 from .driver import Region
@@ -22,32 +23,63 @@ from .header import HEADER_BYTES
 PAGE_BYTES = 4096
 
 
-class BufferMemory:
-    """`num_buffers` equal buffers in one anonymous mapping: header, then payload. Zeroed, page-aligned, never moved."""
+class BufferMemory(Protocol):
+    """Equal buffers in one mapping: header, then payload. Zeroed, page-aligned, never moved, mapped for good."""
 
-    def __init__(self, num_buffers: int, payload_bytes: int) -> None:
+    num_buffers: int
+    stride: int
+    """Bytes from one buffer's start to the next one's."""
+    base_address: int
+    device: str
+    """"cpu" or "cuda:N"."""
+
+    def read(self, index: int, offset: int, num_bytes: int) -> bytes:
+        """A copy of bytes of one buffer, the header included in `offset`."""
+        ...
+
+    def write(self, index: int, offset: int, data: bytes) -> None:
+        """Overwrite bytes of one buffer; a READ that begins afterwards sees them."""
+        ...
+
+
+AllocateBuffers: TypeAlias = Callable[[int, int], BufferMemory]
+"""Makes the memory of `num_buffers` buffers of `stride` bytes, a multiple of `PAGE_BYTES`."""
+
+
+def buffer_stride(payload_bytes: int) -> int:
+    """Bytes of one buffer with a payload of so many."""
+    return -(-(HEADER_BYTES + payload_bytes) // PAGE_BYTES) * PAGE_BYTES
+
+
+def region_of(memory: BufferMemory) -> Region:
+    """All of it, as the driver registers it."""
+    return Region(memory.base_address, memory.num_buffers * memory.stride, memory.device)
+
+
+def buffer_address(memory: BufferMemory, index: int) -> int:
+    """Where a buffer's header starts."""
+    assert 0 <= index < memory.num_buffers
+    return memory.base_address + index * memory.stride
+
+
+def payload_address(memory: BufferMemory, index: int) -> int:
+    return buffer_address(memory, index) + HEADER_BYTES
+
+
+class HostMemory:
+    """Buffers in the CPU's memory."""
+
+    device = "cpu"
+
+    def __init__(self, num_buffers: int, stride: int) -> None:
         self.num_buffers = num_buffers
-        self.payload_bytes = payload_bytes
-        self.stride = -(-(HEADER_BYTES + payload_bytes) // PAGE_BYTES) * PAGE_BYTES
-        self._mapping = mmap.mmap(-1, num_buffers * self.stride)
+        self.stride = stride
+        self._mapping = mmap.mmap(-1, num_buffers * stride)
         # The exported pointer also keeps the mapping from being closed while this object lives.
         self._pointer = (ctypes.c_char * len(self._mapping)).from_buffer(self._mapping)
         self.base_address = ctypes.addressof(self._pointer)
 
-    @property
-    def region(self) -> Region:
-        return Region(self.base_address, self.num_buffers * self.stride)
-
-    def address(self, index: int) -> int:
-        """Where the buffer's header starts."""
-        assert 0 <= index < self.num_buffers
-        return self.base_address + index * self.stride
-
-    def payload_address(self, index: int) -> int:
-        return self.address(index) + HEADER_BYTES
-
     def read(self, index: int, offset: int, num_bytes: int) -> bytes:
-        """A copy of bytes of one buffer, the header included in `offset`."""
         assert 0 <= offset <= self.stride - num_bytes
         start = index * self.stride + offset
         return self._mapping[start : start + num_bytes]
@@ -103,7 +135,8 @@ class SendBuffers:
     def __init__(self, num_buffers: int, max_per_link: int) -> None:
         self.buffers = [SendBuffer(index) for index in range(num_buffers)]
         self._max_per_link = max_per_link
-        self._free = deque(range(num_buffers))
+        # A stack: what was read last is filled next, while a CPU still has it in its cache.
+        self._free = list(reversed(range(num_buffers)))
         self._by_link: Counter[int] = Counter()
 
     @property
@@ -117,7 +150,7 @@ class SendBuffers:
     def fill(self, owner: TransferId, link_id: int) -> SendBuffer:
         """Start a new generation of a free buffer."""
         assert self.may_fill(link_id)
-        buffer = self.buffers[self._free.popleft()]
+        buffer = self.buffers[self._free.pop()]
         buffer.phase = SEND_NEXT[buffer.phase][SendEvent.GATHER]
         # Wraps where the wire's field does; 0 stays "never filled".
         buffer.generation = buffer.generation % 0xFFFFFFFF + 1
@@ -227,7 +260,7 @@ class LandingBuffers:
     def __init__(self, num_buffers: int, max_per_agent: int) -> None:
         self.buffers = [LandingBuffer(index) for index in range(num_buffers)]
         self._max_per_agent = max_per_agent
-        self._free = deque(range(num_buffers))
+        self._free = list(reversed(range(num_buffers)))
         self._by_agent: Counter[str] = Counter()
 
     @property
@@ -240,7 +273,7 @@ class LandingBuffers:
     def post(self, owner: TransferId | None, link_id: int, agent: str) -> LandingBuffer:
         """Take a free buffer for a READ of this peer."""
         assert self.may_post(agent)
-        buffer = self.buffers[self._free.popleft()]
+        buffer = self.buffers[self._free.pop()]
         buffer.phase = LANDING_NEXT[buffer.phase][LandingEvent.POSTED]
         buffer.owner, buffer.link_id, buffer.agent = owner, link_id, agent
         self._by_agent[agent] += 1

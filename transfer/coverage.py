@@ -6,6 +6,7 @@ range is never stored again. Knows ranges; not buffers, messages, addresses.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -25,6 +26,8 @@ class Cell(IntEnum):
     IN_FLIGHT = 1
     STORED = 2
 
+
+_WANTED_RUN = re.compile(bytes([Cell.WANTED]) + b"+")
 
 Places: TypeAlias = tuple[tuple[int, int], ...]
 """Cells as runs [start, stop), ascending, none touching the next."""
@@ -51,23 +54,20 @@ class Coverage:
         self._length = length
         self._rows: dict[tuple[RangeKind, int], _Row] = {}
         num_cells = 0
-        row: _Row | None = None
-        for fine in sorted(geometry.expected(length, held_blocks), key=_order):
-            if row is not None and (row.kind, row.layer) == (fine.kind, fine.layer_first):
-                assert row.kind is not RangeKind.STATE
-                assert fine.first == row.first + row.count
-                row.count += 1
-                row.num_cells += 1
-            else:
-                unit_bytes = geometry.payload_bytes((fine,), length)
-                row = _Row(fine.kind, fine.layer_first, fine.first, fine.count, num_cells, unit_bytes)
-                self._rows[fine.kind, fine.layer_first] = row
-            num_cells += 1
+        rows = geometry.expected(length, held_blocks)
+        for whole in rows:
+            state = whole.kind is RangeKind.STATE
+            unit = whole if state else SegmentRange(whole.kind, whole.layer_first, 1, whole.first, 1)
+            unit_bytes = geometry.payload_bytes((unit,), length)
+            row = _Row(whole.kind, whole.layer_first, whole.first, whole.count, num_cells, unit_bytes)
+            row.num_cells = 1 if state else whole.count
+            assert (row.kind, row.layer) not in self._rows
+            self._rows[row.kind, row.layer] = row
+            num_cells += row.num_cells
         self._cells = bytearray(num_cells)
         self._asked = bytearray(num_cells)
         self._stored_bytes = 0
-        whole = [SegmentRange(row.kind, row.layer, 1, row.first, row.count) for row in self._rows.values()]
-        self._wanted_bytes = payload_bytes(geometry, whole, length)
+        self._wanted_bytes = payload_bytes(geometry, rows, length)
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -155,7 +155,7 @@ class Coverage:
 
     def missing(self) -> Places:
         """Cells that are neither stored nor in flight."""
-        return _join_runs([(place, place + 1) for place, cell in enumerate(self._cells) if cell == Cell.WANTED])
+        return tuple(found.span() for found in _WANTED_RUN.finditer(self._cells))
 
     def ranges(self, places: Places) -> tuple[SegmentRange, ...]:
         """These cells as ranges of one layer each."""
@@ -194,9 +194,9 @@ def payload_bytes(geometry: SegmentGeometry, ranges: Sequence[SegmentRange], len
     return sum(geometry.payload_bytes(ranges[first : first + 32], length) for first in range(0, len(ranges), 32))
 
 
-def _order(piece: SegmentRange) -> tuple[int, int, int, int, int]:
-    # The ranges' own comparison builds two tuples each time; a long prompt has tens of thousands of ranges.
-    return piece.kind, piece.layer_first, piece.layer_count, piece.first, piece.count
+def num_finest(rows: Sequence[SegmentRange]) -> int:
+    """Finest ranges in what a geometry expects."""
+    return sum(1 if row.kind is RangeKind.STATE else row.count for row in rows)
 
 
 def check_bounds(ranges: Sequence[SegmentRange], length: int, max_ranges: int) -> None:

@@ -6,6 +6,7 @@ stays with the driver and the buffer stays out of use. Addresses are integers; n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType, Protocol
@@ -44,6 +45,10 @@ class Driver(Protocol):
 
     def register(self, *, send: Region, landing: Region) -> None:
         """Once, before anything else. Never deregistered."""
+        ...
+
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, in any thread, when `poll` may have news sooner than a patient caller would look."""
         ...
 
     def metadata(self) -> bytes:

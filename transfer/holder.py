@@ -36,7 +36,7 @@ from ..core.peer import (
 from ..core.segments import RangeKind, SegmentGeometry, SegmentRange
 from .api import BlocksFinal, Ended, LinkDirection, Offer, Outcome, PrefillDone, TransferStats, Wanted, Withdraw
 from .buffers import SendBuffers, SendPhase
-from .coverage import check_bounds, join_units
+from .coverage import check_bounds, join_units, num_finest
 from .decisions import (
     Action,
     Announce,
@@ -439,7 +439,7 @@ class Holder:
             if not subscription.num_expected:
                 assert subscription.pull is not None
                 held_blocks = subscription.pull.held_blocks
-                subscription.num_expected = len(self._geometry.expected(subscription.length, held_blocks))
+                subscription.num_expected = num_finest(self._geometry.expected(subscription.length, held_blocks))
             if subscription.num_asked > MAX_ASKS * subscription.num_expected:
                 raise PeerFault("asked again too often")
             if not all(self._was_announced(subscription, piece) for piece in fine):

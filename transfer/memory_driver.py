@@ -215,6 +215,9 @@ class MemoryDriver:
         assert self._regions is None
         self._regions = (send, landing)
 
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        """The clock brings every end; nobody needs to be woken."""
+
     def metadata(self) -> bytes:
         return b"memory|" + self._name.encode()
 

@@ -1,8 +1,9 @@
 """The driver over NIXL: the only module that knows the library, and what it took to make it behave.
 
 - The agent's progress thread sleeps on its event fds; as shipped it spins a whole core, idle or not.
-- `transfer()` may copy everything before it returns (CMA) or serve a socket for milliseconds (TCP), so a helper thread
-  calls it; the library's own lock is STRICT. Everything else is called by the one transfer thread.
+- `transfer()` may copy everything before it returns (CMA) or serve a socket for milliseconds (TCP), and holds the
+  library's lock (STRICT) meanwhile. So a helper thread makes a READ's handle, starts it, looks once how it stands and
+  releases it: the end of one READ is known while the next one copies. The rest is called by the one transfer thread.
 - Nothing cancels a READ. Its handle stays here until the library says DONE or that the connection failed. Any other
   error proves nothing about the bytes: such a READ stays PROC, its buffer out of use.
 - An agent's name holds the incarnation, so no message is taken for another life's.
@@ -10,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -17,10 +19,11 @@ import queue
 import socket
 import stat
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.errors import PeerLost, TransferFailed
+from ..core.errors import PeerLost
 from ..core.ids import Incarnation, WorkerId
 from .driver import ReadHandle, ReadState, Region
 
@@ -76,13 +79,18 @@ def open_agent(nixl: Any, name: str, progress_us: int) -> Any:
 
 @dataclass
 class _Read:
-    handle: Any
     peer: str
+    local: int
+    remote: int
     num_bytes: int
+    remote_device: str
     note: bytes
+    handle: Any = None
     told: str | None = None
-    """What `transfer()` returned; None while it runs."""
+    """How it stood when the helper thread left it; None until then."""
     error: Exception | None = None
+    begun: bool = False
+    """The library has it: an error proves nothing about the bytes."""
     received: dict[int, int] | None = None
     """Bytes that each TCP socket had received before, while the peer's transport is not known."""
     puzzled: bool = False
@@ -97,9 +105,11 @@ class NixlDriver:
         self._name = name
         self._agent = open_agent(self._nixl, name, progress_us)
         self._send_descriptors: Any = None
+        self._landing_memory = _memory("cpu")
         self._reads: dict[ReadHandle, _Read] = {}
         self._handles = itertools.count(1)
         self._transports: dict[str, str] = {}
+        self._wake: Callable[[], None] = lambda: None
         self._posts: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._helper = threading.Thread(target=self._post_all, name="transfer-post", daemon=True)
         self._helper.start()
@@ -111,10 +121,14 @@ class NixlDriver:
     def register(self, *, send: Region, landing: Region) -> None:
         self._send_descriptors = self._register(send)
         self._register(landing)
+        self._landing_memory = _memory(landing.device)
 
     def _register(self, region: Region) -> Any:
         kind, device = _memory(region.device)
         return self._agent.register_memory([(region.address, region.num_bytes, device, "")], kind)
+
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
 
     def metadata(self) -> bytes:
         # Partial: a peer can form no handle on the landing buffers.
@@ -138,31 +152,51 @@ class NixlDriver:
     def post_read(
         self, peer: str, *, local: int, remote: int, num_bytes: int, remote_device: str, note: bytes
     ) -> ReadHandle:
-        agent = self._agent
-        kind, device = _memory(remote_device)
-        try:
-            mine = agent.get_xfer_descs([(local, num_bytes, 0)], "DRAM")
-            theirs = agent.get_xfer_descs([(remote, num_bytes, device)], kind)
-            handle = agent.initialize_xfer("READ", mine, theirs, peer, note)
-        except Exception as error:
-            raise TransferFailed(f"no READ of {peer}: {error}") from error
-        read = _Read(handle, peer, num_bytes, note)
-        if num_bytes >= MEASURED_FROM_BYTES and peer not in self._transports:
-            read.received = _received_by_socket()
+        read = _Read(peer, local, remote, num_bytes, remote_device, note)
         name = ReadHandle(next(self._handles))
         self._reads[name] = read
         self._posts.put(read)
         return name
 
     def _post_all(self) -> None:
-        """The helper thread: hands READs to the library one by one."""
+        """The helper thread: hands READs to the library one by one, and takes finished ones back."""
         while (read := self._posts.get()) is not None:
+            if read.told is not None:
+                self._release(read)
+                continue
+            told = "ERR"
             try:
+                self._begin(read)
                 told = self._agent.transfer(read.handle, read.note)
             except Exception as error:
                 read.error = error
-                told = "ERR"
+            else:
+                if told == "PROC":
+                    # An error is met again, and judged, by `poll`.
+                    with contextlib.suppress(Exception):
+                        told = self._agent.check_xfer_state(read.handle)
             read.told = told
+            if told != "PROC":
+                self._wake()
+
+    def _begin(self, read: _Read) -> None:
+        """Make the READ's handle."""
+        agent = self._agent
+        kind, device = _memory(read.remote_device)
+        mine_kind, mine_device = self._landing_memory
+        mine = agent.get_xfer_descs([(read.local, read.num_bytes, mine_device)], mine_kind)
+        theirs = agent.get_xfer_descs([(read.remote, read.num_bytes, device)], kind)
+        read.handle = agent.initialize_xfer("READ", mine, theirs, read.peer, read.note)
+        if read.num_bytes >= MEASURED_FROM_BYTES and read.peer not in self._transports:
+            read.received = _received_by_socket()
+        read.begun = True
+
+    def _release(self, read: _Read) -> None:
+        try:
+            self._agent.release_xfer_handle(read.handle)
+        except Exception:
+            # The handle's own finaliser tries again.
+            logger.warning("nixl.release_failed peer=%s", read.peer, exc_info=True)
 
     def poll(self, handle: ReadHandle) -> ReadState:
         read = self._reads[handle]
@@ -192,7 +226,7 @@ class NixlDriver:
 
     def _is_terminal(self, read: _Read, error: Exception | None) -> bool:
         """Nothing lands any more: the connection failed, or the READ was refused before it began."""
-        if isinstance(error, self._errors.nixlRemoteDisconnectError):
+        if isinstance(error, self._errors.nixlRemoteDisconnectError) or not read.begun:
             return True
         refused = (
             self._errors.nixlNotFoundError,
@@ -204,11 +238,8 @@ class NixlDriver:
 
     def _forget(self, name: ReadHandle) -> None:
         read = self._reads.pop(name)
-        try:
-            self._agent.release_xfer_handle(read.handle)
-        except Exception:
-            # The handle's own finaliser tries again.
-            logger.warning("nixl.release_failed peer=%s", read.peer, exc_info=True)
+        if read.handle is not None:
+            self._posts.put(read)
 
     def notes(self) -> list[tuple[str, bytes]]:
         found = []
@@ -222,15 +253,16 @@ class NixlDriver:
     def transport(self, peer: str) -> str:
         """NIXL does not tell what UCX chose. So it is measured, at the first large READ of a peer: if one TCP socket of
         this process received as many bytes, they came by TCP; if none did, by what else `UCX_TLS` allows."""
-        return f"nixl/UCX {self._transports.get(peer) or _allowed()}"
+        return f"nixl/UCX {self._transports.get(peer) or _allowed(self._landing_memory[0])}"
 
     def _measure(self, read: _Read) -> str:
+        allowed = _allowed(self._landing_memory[0])
         before, after = read.received, _received_by_socket()
         if before is None or after is None:
-            return _allowed()
+            return allowed
         if any(received - before.get(inode, 0) >= read.num_bytes for inode, received in after.items()):
             return "tcp"
-        others = [name for name in _allowed().split("|") if name != "tcp"]
+        others = [name for name in allowed.split("|") if name != "tcp"]
         return "|".join(others) or "not tcp"
 
     def close(self) -> None:
@@ -247,11 +279,11 @@ def _memory(device: str) -> tuple[str, int]:
     return ("VRAM" if kind == "cuda" else "DRAM"), int(number or 0)
 
 
-def _allowed() -> str:
-    """Transports that carry data between CPU buffers here, as far as the settings say."""
-    names = [name for name in os.environ.get("UCX_TLS", "all").split(",") if name != "self"]
+def _allowed(kind: str) -> str:
+    """Transports that carry data between buffers of this kind of memory here, as far as the settings say."""
+    names = [name for name in os.environ.get("UCX_TLS", "all").split(",") if name not in ("self", "cuda_copy")]
     if any(name.startswith("^") or name == "all" for name in names):
-        return "tcp|cma"
+        return "tcp|cuda_ipc" if kind == "VRAM" else "tcp|cma"
     return "|".join(names) or "none"
 
 

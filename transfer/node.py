@@ -29,7 +29,17 @@ from .api import (
     TransferEvent,
     Withdraw,
 )
-from .buffers import BufferMemory, LandingBuffers, LandingPhase, SendBuffers
+from .buffers import (
+    AllocateBuffers,
+    HostMemory,
+    LandingBuffers,
+    LandingPhase,
+    SendBuffers,
+    buffer_address,
+    buffer_stride,
+    payload_address,
+    region_of,
+)
 from .decisions import (
     Action,
     AddPeer,
@@ -87,17 +97,19 @@ class TransferNode:
         new_link_id: Iterator[int],
         rng: random.Random,
         defer: Callable[[Copy], bool] | None = None,
+        allocate: AllocateBuffers = HostMemory,
     ) -> None:
-        """`defer` may keep a copy for later (True); its keeper then calls `run_copy` with it."""
+        """`defer` may keep a copy for later (True): `move` it in any thread, then say `copied` in this one."""
         self._driver = driver
         self._mover = mover
         self._deliver = deliver
         self._send = send
         self._defer = defer
         # The last send buffer holds the probe's segment for good.
-        self.send_memory = BufferMemory(section.num_send_buffers + 1, section.segment_bytes)
-        self.landing_memory = BufferMemory(section.num_landing_buffers, section.segment_bytes)
-        driver.register(send=self.send_memory.region, landing=self.landing_memory.region)
+        stride = buffer_stride(section.segment_bytes)
+        self.send_memory = allocate(section.num_send_buffers + 1, stride)
+        self.landing_memory = allocate(section.num_landing_buffers, stride)
+        driver.register(send=region_of(self.send_memory), landing=region_of(self.landing_memory))
         self.send_buffers = SendBuffers(section.num_send_buffers, _share(section.num_send_buffers, section))
         self.landing_buffers = LandingBuffers(section.num_landing_buffers, _share(section.num_landing_buffers, section))
         self.holder = Holder(incarnation=incarnation, geometry=geometry, buffers=self.send_buffers, section=section)
@@ -112,6 +124,7 @@ class TransferNode:
             buffer_base=self.send_memory.base_address,
             buffer_bytes=self.send_memory.stride,
             num_buffers=self.send_memory.num_buffers,
+            device=self.send_memory.device,
         )
         self.links = Links(me=me, buffers=self.landing_buffers, section=section, rng=rng, new_link_id=new_link_id)
         probe = self.links.probe
@@ -164,10 +177,25 @@ class TransferNode:
                 self._run(now_s)
         return happened
 
+    def move(self, copy: Copy) -> int | None:
+        """Move a copy's bytes: their digest, or None where the pages cannot hold them. Touches no state of the room."""
+        try:
+            if isinstance(copy, Gather):
+                payload = payload_address(self.send_memory, copy.buffer)
+                return self._mover.gather(copy.pages, copy.ranges, copy.length, payload)
+            payload = payload_address(self.landing_memory, copy.landing)
+            return self._mover.scatter(copy.pages, copy.ranges, copy.length, payload)
+        except LayoutError:
+            return None
+
+    def copied(self, copy: Copy, digest: int | None, now_s: float) -> None:
+        """A deferred copy has ended: all that follows from it."""
+        self._copied(copy, digest, now_s)
+        self._run(now_s)
+
     def run_copy(self, copy: Copy, now_s: float) -> None:
         """Do a copy that was deferred, and all that follows from it."""
-        self._copy(copy, now_s)
-        self._run(now_s)
+        self.copied(copy, self.move(copy), now_s)
 
     def next_s(self) -> float | None:
         """The earliest deadline of all."""
@@ -205,7 +233,7 @@ class TransferNode:
                 self._deliver(event)
             case Gather() | Scatter():
                 if self._defer is None or not self._defer(action):
-                    self._copy(action, now_s)
+                    self._copied(action, self.move(action), now_s)
             case Announce(link_id, header, ready):
                 self.send_memory.write(ready.buffer, 0, header)
                 self._send(link_id, ready)
@@ -225,17 +253,7 @@ class TransferNode:
             case RemovePeer(agent):
                 self._driver.remove_peer(agent)
 
-    def _copy(self, copy: Copy, now_s: float) -> None:
-        digest: int | None
-        try:
-            if isinstance(copy, Gather):
-                address = self.send_memory.payload_address(copy.buffer)
-                digest = self._mover.gather(copy.pages, copy.ranges, copy.length, address)
-            else:
-                address = self.landing_memory.payload_address(copy.landing)
-                digest = self._mover.scatter(copy.pages, copy.ranges, copy.length, address)
-        except LayoutError:
-            digest = None
+    def _copied(self, copy: Copy, digest: int | None, now_s: float) -> None:
         if isinstance(copy, Gather):
             self._work.extend(self.holder.handle(Gathered(copy.buffer, copy.buffer_gen, digest), now_s))
         else:
@@ -246,7 +264,7 @@ class TransferNode:
         try:
             handle = self._driver.post_read(
                 action.agent,
-                local=self.landing_memory.address(action.landing),
+                local=buffer_address(self.landing_memory, action.landing),
                 remote=action.remote,
                 num_bytes=action.num_bytes,
                 remote_device=action.device,

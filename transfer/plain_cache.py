@@ -82,10 +82,18 @@ class PlainGeometry:
             current.append(piece)
         return [*segments, tuple(current)]
 
-    def expected(self, length: int, held_blocks: int) -> frozenset[SegmentRange]:
-        whole = [SegmentRange(RangeKind.HISTORY, 0, self.num_layers, held_blocks, length // BLOCK_TOKENS - held_blocks)]
-        tail = [piece for segment in self.tail_segments(length, 1 << 62) for piece in segment]
-        return self.split([piece for piece in (*whole, *tail) if piece.count > 0])
+    def expected(self, length: int, held_blocks: int) -> tuple[SegmentRange, ...]:
+        if length < 1 or not 0 <= held_blocks * BLOCK_TOKENS <= length:
+            raise LayoutError(f"no sequence of {length} tokens has {held_blocks} whole blocks")
+        layers = range(self.num_layers)
+        units = {kind: self._units(kind, length) for kind in RangeKind}
+        units[RangeKind.HISTORY] = (held_blocks, units[RangeKind.HISTORY][1])
+        return tuple(
+            SegmentRange(kind, layer, 1, first, end - first)
+            for kind, (first, end) in units.items()
+            if end > first
+            for layer in layers
+        )
 
     def split(self, ranges: Sequence[SegmentRange]) -> frozenset[SegmentRange]:
         fine: list[SegmentRange] = []

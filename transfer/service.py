@@ -1,5 +1,8 @@
 """The transfer thread: one thread that owns the driver, the buffers and every decision about transfers of this worker.
 
+Bytes are moved between pages and buffers by two more threads, one for gathers and one for scatters, so that a copy, a
+READ and the next decision run side by side; they are told what to move, and decide nothing.
+
 How a worker uses it:
 
 - `TransferThread(...)`, `start()`, then `post(command)` from any thread; commands are applied in order; last
@@ -31,6 +34,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..config.tree import TransferSection
 from ..core.clock import Clock
@@ -38,11 +42,13 @@ from ..core.ids import Incarnation, WorkerId
 from ..core.peer import PeerMessage
 from ..core.segments import SegmentGeometry, SegmentMover
 from .api import Command, LinkClosed, LinkMessage, ThreadFailed, TransferCounts, TransferEvent
+from .buffers import AllocateBuffers, HostMemory
+from .decisions import Gather
 from .driver import Driver
-from .node import TransferNode
+from .node import Copy, TransferNode
 
-NAP_MIN_S = 0.0002
-NAP_MAX_S = 0.003
+NAP_MIN_S = 0.0001
+NAP_MAX_S = 0.001
 NAP_HELD_S = 0.05
 """Between looks at READs that nobody waits for any more."""
 IDLE_MAX_S = 1.0
@@ -56,6 +62,14 @@ _MAPPED: list[TransferNode] = []
 """Every node of this process: a peer may read its buffers for as long as the process lives."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A copy thread's report."""
+
+    copy: Copy
+    digest: int | None
 
 
 class TransferThread:
@@ -75,12 +89,14 @@ class TransferThread:
         clock: Clock,
         deliver: Callable[[TransferEvent], None],
         send: Callable[[int, PeerMessage], None],
+        allocate: AllocateBuffers = HostMemory,
     ) -> None:
+        """`allocate` makes the buffers where `mover` moves bytes."""
         self._driver = driver
         self._clock = clock
         self._deliver = deliver
         self._link_ids = itertools.count(1)
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | _Copied | None] = queue.SimpleQueue()
         self._flooding: set[int] = set()
         self._stopping = False
         self._node = TransferNode(
@@ -96,21 +112,35 @@ class TransferThread:
             send=send,
             new_link_id=self._link_ids,
             rng=random.Random(incarnation),
+            defer=self._defer,
+            allocate=allocate,
         )
+        driver.on_progress(self._wake)
         _MAPPED.append(self._node)
         self._counts = self._node.counts(clock.now_s())
         self._counted_s = clock.now_s()
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
+        self._gathers: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._scatters: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._copiers = [
+            threading.Thread(target=self._copy_all, args=(copies,), name=f"transfer-{name}", daemon=True)
+            for name, copies in (("gather", self._gathers), ("scatter", self._scatters))
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in (self._thread, *self._copiers):
+            thread.start()
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; open transfers end with the streams. The buffers stay mapped: a peer may still read them."""
         self._stopping = True
+        end_s = self._clock.now_s() + timeout_s
         self._inbox.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        for copies in (self._gathers, self._scatters):
+            copies.put(None)
+        for thread in (self._thread, *self._copiers):
+            if thread.ident is not None:
+                thread.join(max(0.0, end_s - self._clock.now_s()))
         if not self._thread.is_alive():
             self._driver.close()
 
@@ -134,14 +164,33 @@ class TransferThread:
         """The latest snapshot, at most 0.1 s old while anything happens; from any thread."""
         return self._counts
 
+    # ---- the copy threads ----
+
+    def _defer(self, copy: Copy) -> bool:
+        (self._gathers if isinstance(copy, Gather) else self._scatters).put(copy)
+        return True
+
+    def _copy_all(self, copies: queue.SimpleQueue[Copy | None]) -> None:
+        try:
+            while (copy := copies.get()) is not None and not self._stopping:
+                self._inbox.put(_Copied(copy, self._node.move(copy)))
+        except BaseException as error:
+            self._failed(error)
+
     # ---- the thread ----
+
+    def _wake(self) -> None:
+        self._inbox.put(None)
+
+    def _failed(self, error: BaseException) -> None:
+        logger.error("transfer.thread_failed", exc_info=error)
+        self._deliver(ThreadFailed(error))
 
     def _main(self) -> None:
         try:
             self._loop()
         except BaseException as error:
-            logger.exception("transfer.thread_failed")
-            self._deliver(ThreadFailed(error))
+            self._failed(error)
 
     def _loop(self) -> None:
         node, clock = self._node, self._clock
@@ -173,7 +222,9 @@ class TransferThread:
         try:
             command = self._inbox.get(timeout=wait_s) if wait_s > 0 else self._inbox.get_nowait()
             while True:
-                if command is not None:
+                if isinstance(command, _Copied):
+                    self._node.copied(command.copy, command.digest, self._clock.now_s())
+                elif command is not None:
                     self._node.handle(command, self._clock.now_s())
                 taken += 1
                 if taken == MAX_BATCH:

@@ -32,6 +32,10 @@ MAX_MESSAGE_BYTES = 4 << 20
 """The largest: 65,536 block hashes of a pull, or 1 MiB of layout document."""
 MAX_WAITING = 4096
 """Messages of one link that its stream has not taken."""
+MAX_TOGETHER = 256
+"""Messages in one of the stream's."""
+MAX_TOGETHER_BYTES = 1 << 20
+"""Of those; a message larger than this goes alone."""
 MAX_LINKS_IN = 256
 
 
@@ -62,19 +66,31 @@ class _Link:
             self.end = why
         self._wake.set()
 
-    async def pump(self, write: Callable[[PeerMessage], Any]) -> None:
-        """Write what waits until the link ends."""
+    async def pump(self, write: Callable[[Any], Any], convert: Callable[[PeerMessage], Any], together: Any) -> None:
+        """Write what waits until the link ends, as much together as one message of the stream may hold."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             while self._waiting:
                 try:
                     async with asyncio.timeout(WRITE_S):
-                        await write(self._waiting.popleft())
+                        await write(together(messages=self._next(convert)))
                 except TimeoutError:
                     raise LinkBroken("the peer does not read") from None
             if self.end is not None:
                 raise LinkBroken(self.end)
+
+    def _next(self, convert: Callable[[PeerMessage], Any]) -> list[Any]:
+        messages: list[Any] = []
+        left = MAX_TOGETHER_BYTES
+        while self._waiting and len(messages) < MAX_TOGETHER:
+            message = convert(self._waiting[0])
+            left -= message.ByteSize()
+            if left < 0 and messages:
+                break
+            messages.append(message)
+            self._waiting.popleft()
+        return messages
 
 
 class Links(peer_pb2_grpc.KvPeerServicer):
@@ -139,8 +155,8 @@ class Links(peer_pb2_grpc.KvPeerServicer):
             self._post(transfer.LinkOpened(link.link_id, transfer.LinkDirection.OUT))
             await self._both(
                 link,
-                link.pump(lambda message: call.write(to_taker(message))),
-                self._hear(link, call.read, from_holder, pb.HolderMessage),
+                link.pump(call.write, to_taker, pb.TakerMessages),
+                self._hear(link, call.read, from_holder, pb.HolderMessages),
             )
         except LinkBroken as broken:
             why = str(broken)
@@ -155,7 +171,7 @@ class Links(peer_pb2_grpc.KvPeerServicer):
 
     # ---- holder's end ----
 
-    async def Link(self, request_iterator: AsyncIterator[pb.TakerMessage], context: Any) -> None:
+    async def Link(self, request_iterator: AsyncIterator[pb.TakerMessages], context: Any) -> None:
         if self._closed or self._num_in >= MAX_LINKS_IN:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no more links here")
         link = _Link(self._new_link_id())
@@ -169,8 +185,8 @@ class Links(peer_pb2_grpc.KvPeerServicer):
             await context.send_initial_metadata(())
             await self._both(
                 link,
-                link.pump(lambda message: context.write(to_holder(message))),
-                self._hear(link, context.read, from_taker, pb.TakerMessage),
+                link.pump(context.write, to_holder, pb.HolderMessages),
+                self._hear(link, context.read, from_taker, pb.TakerMessages),
             )
         except LinkBroken as broken:
             why = str(broken)
@@ -196,14 +212,17 @@ class Links(peer_pb2_grpc.KvPeerServicer):
 
     async def _hear(self, link: _Link, read: Any, convert: Any, kind: type) -> None:
         while True:
-            message = await read()
-            if not isinstance(message, kind):  # EOF
+            together = await read()
+            if not isinstance(together, kind):  # EOF
                 raise LinkBroken("the peer closed it")
-            try:
-                value = convert(message)
-            except HeadraceError as fault:
-                raise LinkBroken(f"the peer broke the protocol: {fault}") from fault
-            self._post(transfer.LinkMessage(link.link_id, value))
+            if not 0 < len(together.messages) <= MAX_TOGETHER:  # type: ignore[attr-defined]
+                raise LinkBroken(f"the peer broke the protocol: {len(together.messages)} messages")  # type: ignore[attr-defined]
+            for message in together.messages:  # type: ignore[attr-defined]
+                try:
+                    value = convert(message)
+                except HeadraceError as fault:
+                    raise LinkBroken(f"the peer broke the protocol: {fault}") from fault
+                self._post(transfer.LinkMessage(link.link_id, value))
 
     def _gone(self, link: _Link, why: str) -> None:
         if self._links.pop(link.link_id, None) is not None:

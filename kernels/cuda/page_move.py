@@ -28,7 +28,8 @@ def move_pieces(pieces: Tensor, digest: Tensor, *, max_bytes: int) -> None:
     """Copies all pieces and adds their part of the digest to `digest`.
 
     Args:
-        pieces: int64 [N, 4] on the device: from, to, at, bytes, all multiples of 16; destinations do not overlap.
+        pieces: int64 [N, 4] on the device or in pinned memory: from, to, at, bytes, all multiples of 16; destinations
+            do not overlap.
         digest: int64 [1] on the device, zero for a whole payload. max_bytes: no piece is longer.
     """
     assert pieces.dtype == torch.int64

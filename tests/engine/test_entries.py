@@ -23,7 +23,7 @@ def digests(side: Side, length: int) -> dict[tuple, int]:
     side.turns(api.Submit(leg(1, api.LegKind.PREFILL, words(1, length))), api.Start(1), num=2000)
     pages, geometry = side.one(1, api.SequenceFinished).pages, CacheGeometry(side.layout)
     found = {}
-    for piece in geometry.expected(length, 0):
+    for piece in geometry.split(geometry.expected(length, 0)):
         buffer = ctypes.create_string_buffer(geometry.payload_bytes((piece,), length) + 64)
         key = (piece.kind, piece.layer_first, piece.first)
         found[key] = side.mover.gather(pages, (piece,), length, ctypes.addressof(buffer))
@@ -34,7 +34,8 @@ def digests(side: Side, length: int) -> dict[tuple, int]:
 def test_whole_chunked_and_token_by_token_leave_the_same_bytes(model, kv_dtype):
     """Chunks larger than the prompt, of odd sizes, of one page, of one token."""
     whole = digests(Side(model, kv_dtype, cached=False), LENGTH)
-    assert len(whole) == len(CacheGeometry(Side(model, kv_dtype).layout).expected(LENGTH, 0))
+    geometry = CacheGeometry(Side(model, kv_dtype).layout)
+    assert len(whole) == len(geometry.split(geometry.expected(LENGTH, 0)))
     for budget in (1, 5, 64, 131, 256):
         assert digests(Side(model, kv_dtype, cached=False, budget=budget), LENGTH) == whole, budget
     assert digests(Side(model, kv_dtype, cached=True, budget=300), LENGTH) == whole

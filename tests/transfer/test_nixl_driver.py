@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 
-from headrace.core.errors import PeerLost, TransferFailed
+from headrace.core.errors import PeerLost
 from headrace.core.ids import Incarnation, WorkerId
 from headrace.transfer import nixl_driver
-from headrace.transfer.buffers import BufferMemory
+from headrace.transfer.buffers import HostMemory, buffer_address, region_of
+from headrace.transfer.driver import ReadState
 from headrace.transfer.nixl_driver import NixlDriver, agent_name
 
 
@@ -19,24 +21,25 @@ def test_agent_name_is_one_life():
 
 
 @pytest.mark.parametrize(
-    ("setting", "allowed"),
+    ("setting", "kind", "allowed"),
     [
-        (None, "tcp|cma"),
-        ("all", "tcp|cma"),
-        ("tcp,self", "tcp"),
-        ("tcp,self,cma", "tcp|cma"),
-        ("self", "none"),
-        ("^sm", "tcp|cma"),
-        ("rc,cuda_ipc", "rc|cuda_ipc"),
+        (None, "DRAM", "tcp|cma"),
+        ("all", "DRAM", "tcp|cma"),
+        ("all", "VRAM", "tcp|cuda_ipc"),
+        ("tcp,self", "DRAM", "tcp"),
+        ("tcp,self,cma", "DRAM", "tcp|cma"),
+        ("self", "DRAM", "none"),
+        ("^sm", "DRAM", "tcp|cma"),
+        ("rc,cuda_ipc,cuda_copy", "VRAM", "rc|cuda_ipc"),
     ],
 )
-def test_unmeasured_transport_is_what_the_settings_allow(setting, allowed, monkeypatch):
+def test_unmeasured_transport_is_what_the_settings_allow(setting, kind, allowed, monkeypatch):
     """Said as alternatives, never as a guess."""
     if setting is None:
         monkeypatch.delenv("UCX_TLS", raising=False)
     else:
         monkeypatch.setenv("UCX_TLS", setting)
-    assert nixl_driver._allowed() == allowed
+    assert nixl_driver._allowed(kind) == allowed
 
 
 def test_bytes_of_a_tcp_socket_are_seen():
@@ -59,14 +62,19 @@ def test_bytes_of_a_tcp_socket_are_seen():
 def test_driver_refuses_wild_metadata_and_foreign_addresses():
     """Errors of the library are ours, and nothing is posted."""
     driver = NixlDriver("test.1")
-    send, landing = BufferMemory(2, 4096), BufferMemory(2, 4096)
-    driver.register(send=send.region, landing=landing.region)
+    send, landing = HostMemory(2, 8192), HostMemory(2, 8192)
+    driver.register(send=region_of(send), landing=region_of(landing))
     assert 0 < len(driver.metadata()) < 64 << 10
     for metadata in (b"", b"garbage", driver.metadata()[:50]):
         with pytest.raises(PeerLost):
             driver.add_peer(metadata)
-    with pytest.raises(TransferFailed):
-        driver.post_read("nobody", local=landing.address(0), remote=1, num_bytes=64, remote_device="cpu", note=b"")
+    local = buffer_address(landing, 0)
+    handle = driver.post_read("nobody", local=local, remote=1, num_bytes=64, remote_device="cpu", note=b"")
+    end_s = time.monotonic() + 10.0
+    while (state := driver.poll(handle)) is ReadState.PROC:
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    assert state is ReadState.LOST
     driver.remove_peer("nobody")
     assert driver.notes() == []
     driver.close()

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from headrace.core.ids import TransferId
 from headrace.core.peer import PeerFault, SegmentReady
 from headrace.core.segments import RangeKind, SegmentRange
-from headrace.transfer.buffers import BufferMemory, LandingBuffers, LandingPhase, SendBuffers, SendPhase
+from headrace.transfer.buffers import (
+    HostMemory,
+    LandingBuffers,
+    LandingPhase,
+    SendBuffers,
+    SendPhase,
+    buffer_address,
+    buffer_stride,
+    payload_address,
+)
 from headrace.transfer.coverage import Coverage, check_bounds
 from headrace.transfer.header import HEADER_BYTES, announced_header, pack_note, segment_digest, unpack_note
 from headrace.transfer.lease import DeadlineHeap
@@ -145,15 +154,15 @@ def test_audit_sees_a_lost_buffer_and_a_wrong_share():
 
 def test_buffer_memory_is_aligned_and_apart():
     """Header then payload in each buffer; buffers start at pages and do not touch."""
-    memory = BufferMemory(3, 5000)
+    memory = HostMemory(3, buffer_stride(5000))
     assert memory.base_address % 4096 == 0
     assert memory.stride == 8192
-    assert memory.payload_address(1) == memory.address(1) + 64
+    assert payload_address(memory, 1) == buffer_address(memory, 1) + 64
     memory.write(1, 0, b"abc")
     assert memory.read(1, 0, 3) == b"abc"
     assert memory.read(0, 0, 8192) == bytes(8192)
     with pytest.raises(AssertionError):
-        memory.address(3)
+        buffer_address(memory, 3)
     with pytest.raises(AssertionError):
         memory.write(0, 8190, b"abc")
 
@@ -198,7 +207,7 @@ def test_coverage_can_be_restored_from_what_is_missing():
     cells.take_off(places)
     cells.put_back(places)
     assert cells.ranges(places) == tuple(SegmentRange(RangeKind.HISTORY, layer, 1, 3, 1) for layer in range(3))
-    assert GEOMETRY.split(cells.ranges(cells.missing())) == GEOMETRY.expected(1300, 2)
+    assert GEOMETRY.split(cells.ranges(cells.missing())) == GEOMETRY.split(GEOMETRY.expected(1300, 2))
 
 
 def test_coverage_needs_the_bytes_that_the_length_implies():
@@ -307,10 +316,10 @@ def test_plain_pages_travel_whole(length, rng):
     """Gather, scatter, compare: and the digest of what was read is that of what was stored."""
     source, target = PlainPages(GEOMETRY, length), PlainPages(GEOMETRY, length)
     source.data[:] = rng.randbytes(len(source.data))
-    memory, mover = BufferMemory(1, 4000), PlainMover()
+    memory, mover = HostMemory(1, buffer_stride(4000)), PlainMover()
     for segment in GEOMETRY.history_segments(0, length // 256, 4000) + GEOMETRY.tail_segments(length, 4000):
-        gathered = mover.gather(source, segment, length, memory.payload_address(0))
-        assert mover.scatter(target, segment, length, memory.payload_address(0)) == gathered
+        gathered = mover.gather(source, segment, length, payload_address(memory, 0))
+        assert mover.scatter(target, segment, length, payload_address(memory, 0)) == gathered
     assert target.data == source.data
 
 

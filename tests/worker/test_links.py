@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from headrace.core.peer import PROTOCOL, Beat, Cancel, Gone, Hello, LinkUp
+from headrace.core.peer import PROTOCOL, Beat, Cancel, Gone, Hello, LinkUp, PeerMessage
 from headrace.proto.internal.v1 import peer_pb2 as pb
 from headrace.proto.internal.v1 import peer_pb2_grpc
 from headrace.transfer import api as transfer
@@ -153,10 +153,42 @@ def test_a_peer_that_breaks_the_protocol_loses_its_link() -> None:
     async def script(taker: End, holder: End) -> None:
         async with grpc.aio.insecure_channel(holder.address) as channel:
             call = peer_pb2_grpc.KvPeerStub(channel).Link()
-            await call.write(pb.TakerMessage(taken=pb.Taken(transfer_id=b"abc")))
+            await call.write(pb.TakerMessages(messages=[pb.TakerMessage(taken=pb.Taken(transfer_id=b"abc"))]))
             await until(lambda: bool(holder.of(transfer.LinkClosed)))
             assert holder.messages() == []
             assert "protocol" in holder.of(transfer.LinkClosed)[0].reason
+
+    between(script)
+
+
+@pytest.mark.parametrize("number", [0, 257])
+def test_an_empty_or_endless_message_of_the_stream_ends_the_link(number: int) -> None:
+    """The number of messages in one is bounded, like everything from a peer."""
+
+    async def script(taker: End, holder: End) -> None:
+        async with grpc.aio.insecure_channel(holder.address) as channel:
+            call = peer_pb2_grpc.KvPeerStub(channel).Link()
+            await call.write(pb.TakerMessages(messages=[pb.TakerMessage(beat=pb.PeerBeat())] * number))
+            await until(lambda: bool(holder.of(transfer.LinkClosed)))
+            assert holder.messages() == []
+            assert "protocol" in holder.of(transfer.LinkClosed)[0].reason
+
+    between(script)
+
+
+def test_messages_that_waited_go_together_in_order_within_a_bound() -> None:
+    """Small ones share one message of the stream, large ones make several; order is kept across all."""
+
+    async def script(taker: End, holder: End) -> None:
+        theirs = await linked(taker, holder)
+        wide = Beat(tuple(index.to_bytes(16, "big") for index in range(4096)))
+        sent: list[PeerMessage] = [Gone(ID, str(number)) for number in range(600)]
+        sent[300:300] = [wide] * 80  # more than one message of the stream may hold
+        for message in sent:
+            holder.links.send(theirs, message)
+        await until(lambda: len(taker.messages()) == len(sent))
+        assert taker.messages() == sent
+        taker.links.close(1, "enough")
 
     between(script)
 
@@ -169,7 +201,7 @@ def test_a_peer_that_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatc
     async def script(taker: End, holder: End) -> None:
         async with grpc.aio.insecure_channel(holder.address) as channel:
             call = peer_pb2_grpc.KvPeerStub(channel).Link()
-            await call.write(pb.TakerMessage(beat=pb.PeerBeat()))
+            await call.write(pb.TakerMessages(messages=[pb.TakerMessage(beat=pb.PeerBeat())]))
             await until(lambda: bool(holder.of(transfer.LinkOpened)))
             link_id = holder.of(transfer.LinkOpened)[0].link_id
             wide = Beat(tuple(index.to_bytes(16, "big") for index in range(4096)))
