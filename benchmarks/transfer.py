@@ -58,7 +58,7 @@ from headrace.worker.channels import server_options
 from headrace.worker.links import Links
 
 PATIENCE_S = 60.0
-SETTINGS = {"tcp": "tcp,self", "cma": "cma,tcp,self", "cuda": "all"}
+SETTINGS = {"tcp": "tcp,self,cuda_copy", "cma": "cma,tcp,self,cuda_copy", "cuda": "all"}
 """UCX_TLS of each transport. With GPU memory UCX takes cuda_ipc where it can; what it took is measured and printed."""
 
 

@@ -9,6 +9,9 @@
 // back would cost a third of the speed and prove only that this core's stores reach its own cache.)
 #include <stdint.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "cache bytes and digests are little-endian"
@@ -29,6 +32,21 @@
 #else
 #define LANES 1
 #define PIN(v) __asm__ volatile("" : "+r"(v))
+#endif
+
+// Stores past the cache: what is scattered is read much later, and a line that is only overwritten need not be fetched.
+#if LANES == 8
+#define STREAM(to, v) _mm512_stream_si512((void *)(to), (__m512i)(v))
+#elif LANES == 4
+#define STREAM(to, v) _mm256_stream_si256((void *)(to), (__m256i)(v))
+#elif LANES == 2 && defined(__SSE2__)
+#define STREAM(to, v) _mm_stream_si128((void *)(to), (__m128i)(v))
+#endif
+#ifdef STREAM
+#define STREAMED() _mm_sfence()
+#else
+#define STREAM(to, v) (*(loose_t *)(to) = (v))
+#define STREAMED() ((void)0)
 #endif
 
 #define K 0x9e3779b97f4a7c15ull
@@ -52,12 +70,21 @@ static inline uint64_t mix_word(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// `to` and `from` do not overlap; `word` is the payload's word index of the first byte.
-static uint64_t copy_run(uint8_t *to, const uint8_t *from, uint64_t bytes, uint64_t word) {
+// `to` and `from` do not overlap; `word` is the payload's word index of the first byte. `past` the cache where aligned.
+static inline uint64_t copy_run(uint8_t *to, const uint8_t *from, uint64_t bytes, uint64_t word, int past) {
   uint64_t at = 0, sum = 0;
 #if LANES > 1
   words_t sums = {0}, keys;
   for (int i = 0; i < LANES; ++i) keys[i] = (word + i + 1) * K;
+  if (past && (uintptr_t)to % sizeof(words_t) == 0) {
+    for (; at + sizeof(words_t) <= bytes; at += sizeof(words_t)) {
+      words_t v = *(const loose_t *)(from + at);
+      PIN(v);
+      STREAM(to + at, v);
+      sums += mix(v + keys);
+      keys += LANES * K;
+    }
+  }
   for (; at + sizeof(words_t) <= bytes; at += sizeof(words_t)) {
     words_t v = *(const loose_t *)(from + at);
     PIN(v);
@@ -82,7 +109,7 @@ static uint64_t copy_run(uint8_t *to, const uint8_t *from, uint64_t bytes, uint6
 uint64_t hr_gather(const int64_t *addresses, const int64_t *lengths, int64_t n, uint8_t *payload) {
   uint64_t at = 0, sum = 0;
   for (int64_t i = 0; i < n; ++i) {
-    sum += copy_run(payload + at, (const uint8_t *)(uintptr_t)addresses[i], (uint64_t)lengths[i], at / 8);
+    sum += copy_run(payload + at, (const uint8_t *)(uintptr_t)addresses[i], (uint64_t)lengths[i], at / 8, 0);
     at += (uint64_t)lengths[i];
   }
   return sum;
@@ -91,8 +118,9 @@ uint64_t hr_gather(const int64_t *addresses, const int64_t *lengths, int64_t n, 
 uint64_t hr_scatter(const uint8_t *payload, const int64_t *addresses, const int64_t *lengths, int64_t n) {
   uint64_t at = 0, sum = 0;
   for (int64_t i = 0; i < n; ++i) {
-    sum += copy_run((uint8_t *)(uintptr_t)addresses[i], payload + at, (uint64_t)lengths[i], at / 8);
+    sum += copy_run((uint8_t *)(uintptr_t)addresses[i], payload + at, (uint64_t)lengths[i], at / 8, 1);
     at += (uint64_t)lengths[i];
   }
+  STREAMED();
   return sum;
 }
