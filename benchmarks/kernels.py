@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PARTS = ("attention", "fused", "indexer", "topk", "compressor", "ends", "move")
+PARTS = ("attention", "fused", "indexer", "topk", "compressor", "ends", "move", "hyper", "prefill")
 HBM_BYTES_S, BF16_FLOP_S, FP8_FLOP_S = 4.28e12, 777e12, 1430e12
 DEV = "cuda"
 
@@ -482,6 +482,184 @@ def move(table: Any) -> None:
         )
 
 
+def hyper(table: Any) -> None:
+    """K7, the whole step, against DeepGEMM's pre-norm product alone (24 products and a sum of squares a token)."""
+    import peer_deepgemm as peer
+    from gputime import relative_error
+    from table import Case, poison
+
+    from headrace.kernels.cuda import mhc as k7
+
+    dg = peer.load(os.environ["PEERS"])
+
+    def inputs(x: Tensor, fn: Tensor) -> Any:
+        t = x.shape[0]
+        rand = lambda *shape: torch.randn(*shape, device=DEV)  # noqa: E731
+        streams, y = x.view(t, 4, 4096), rand(t, 4096).to(torch.bfloat16)
+        return {
+            "streams": streams,
+            "fixed": (fn, rand(24), rand(3).abs() / 128, rand(4096).to(torch.bfloat16)),
+            "after": (y, 2 * torch.rand(t, 4, device=DEV), k7.sinkhorn(rand(t, 4, 4), 20, 1e-6)),
+            "out": (torch.empty_like(y), torch.empty(t, 4, device=DEV), torch.empty(t, 4, 4, device=DEV)),
+            "streams_out": torch.empty_like(streams),
+        }
+
+    def call(d: Any, after: bool, tile: int | None) -> int:
+        ends = {"after": d["after"], "streams_out_TND": d["streams_out"]} if after else {}
+        return k7.hyper_connect(d["streams"], *d["fixed"], *d["out"], tile=tile, **ends)
+
+    def measure(shape: str, sets: list[Any], peer_us: float, tiles: tuple[int | None, ...]) -> None:
+        d, t = sets[0], sets[0]["streams"].shape[0]
+        rows = torch.randperm(t, device=DEV)[:256]
+        for after in (False, True):
+            part = tuple(x[rows] for x in d["after"]) if after else None
+            want = k7.hyper_connect_reference(d["streams"][rows], *d["fixed"], after=part)
+            nbytes = t * ((5 + 5 * after) * 8192 + 80 * (1 + after)) + d["fixed"][0].numel() * 4
+            low = floor_us(2 * t * 16384 * 24, nbytes)
+
+            def check(_: Any) -> dict[str, float]:
+                got = (d["streams_out"] if after else d["streams"], *d["out"])
+                names = ("streams", "layer_in", "post", "comb")
+                return {n: relative_error(g[rows], w) for n, g, w in zip(names, got, want, strict=True)}
+
+            for tile in tiles:
+                us = table.measure(
+                    Case(
+                        f"ours, {'after + before' if after else 'before'}{f', tiles of {tile}' if tile else ''}",
+                        shape,
+                        [lambda d=d: call(d, after, tile) for d in sets],
+                        check=check,
+                        reset=lambda: poison(*d["out"], d["streams_out"]),
+                        limit={"streams": 1e-3, "layer_in": 3e-3, "post": 2e-5, "comb": 2e-5},
+                        nbytes=nbytes,
+                    )
+                )
+                table.note(f"{us / peer_us:.2f} of the peer's time, floor {low:.1f} us = {low / us:.2f}")
+
+    for case in peer.hc(dg):
+        peer_us = table.measure(case)
+        if "64 tokens, 1 split" in case.shape:
+            continue
+        sets = [inputs(case.data.x, case.data.fn)]
+        table.note(f"clusters of 16 blocks at once: {call(sets[0], False, None)}")
+        measure(case.shape.partition(",")[0], sets, peer_us, (8, 16))
+    for t, number in ((1, 24), (64, 20), (256, 8)):  # together more than the L2: other streams and weights each time
+        data = [
+            (torch.randn(t, 16384, device=DEV).bfloat16(), torch.randn(24, 16384, device=DEV)) for _ in range(number)
+        ]
+        out, squares = torch.empty(16, t, 24, device=DEV), torch.empty(16, t, device=DEV)
+        x, fn = data[0]
+        shape = f"{t} tokens, {number} sets of streams and weights"
+        peer_us = table.measure(
+            Case(
+                "DeepGEMM tf32_hc_prenorm_gemm, 16 splits",
+                shape,
+                [lambda x=x, fn=fn: dg.tf32_hc_prenorm_gemm(x, fn, out, squares, 16) for x, fn in data],
+                check=lambda _: relative_error(out.sum(0), x.double() @ fn.double().t()),
+                reset=lambda: poison(out, squares),
+                limit=1e-3,
+            )
+        )
+        measure(shape, [inputs(*d) for d in data], peer_us, (None,))
+
+
+def prefill(table: Any) -> None:
+    """K6 against FlashMLA's sparse prefill over the same bf16 rows: window only, c4a (selected) and c128a (dense)."""
+    import peer_flashmla as peer
+    from gputime import relative_error
+    from table import Case, poison
+
+    from headrace.kernels.cuda import prefill_attention as k6
+    from headrace.kernels.cuda.decode_attention import read_entries
+
+    pages = peer.random_cache(512, 64)
+    everything = torch.arange(512 * 64, device=DEV, dtype=torch.int32)
+    all_rows = read_entries(pages, 64, everything.long(), torch.float32).to(torch.bfloat16)
+    gathered = torch.full((512 * 8, 8, 8, 64), math.nan, device=DEV, dtype=torch.bfloat16)
+    k6.gather_rows(pages, 64, everything, gathered)
+    table.row(
+        "ours, rows unlike the reference's",
+        "gather of 32768",
+        error=float((gathered != k6.pack_octets(all_rows)).sum()),
+        limit=0.0,
+    )
+
+    for kind, first_position, t, h in (
+        ("window", 8192, 256, 64),
+        ("c4a", 8192, 256, 64),
+        ("c128a", 24576, 256, 64),
+        ("window", 8192, 8192, 64),
+        ("window", 0, 8192, 64),
+        ("c4a", 8192, 8192, 64),
+        ("c128a", 0, 8192, 64),
+        ("c128a", 24576, 8192, 64),
+        ("c4a", 8192, 8192, 8),
+    ):
+        position = torch.arange(first_position, first_position + t, device=DEV)
+        base = max(0, first_position - 127) // k6.RING * k6.RING
+        ratio = {"window": 0, "c4a": 4, "c128a": 128}[kind]
+        length = (position + 1).clamp_max(128).int()
+        row = (position - base).int()
+        visible = (position + 1) // ratio if ratio else torch.zeros_like(position)
+        count = visible.clamp_max(512 if ratio == 4 else 1 << 20).int()
+        # Other entries in every layer: each call takes rows from a cache of 32,768.
+        octets_w, octets_c = -(-(int(row[-1]) + 1) // 8), -(-int(visible.max()) // 8)
+        order = torch.randperm(everything.numel(), device=DEV)[: (octets_w + octets_c) * 8].int()
+        rows = all_rows[order.long()]
+        slots_w, slots_c = order[: octets_w * 8], order[octets_w * 8 :]
+        w, c = k6.pack_octets(rows[: octets_w * 8]).contiguous(), k6.pack_octets(rows[octets_w * 8 :]).contiguous()
+        chosen = None
+        if ratio == 4:
+            chosen = (torch.rand(t, 512, device=DEV) * visible[:, None]).int().sort(1).values
+        width = -(-int((length + count).max()) // 128) * 128  # FlashMLA's unit
+        place = torch.arange(width, device=DEV)[None]
+        behind = place - length[:, None]
+        if chosen is None:
+            second = behind
+        else:
+            second = chosen.gather(1, behind.clamp(0, 511))
+        index = torch.where(behind < 0, row[:, None] - length[:, None] + 1 + place, second + octets_w * 8).int()
+        total = length + count
+        index = torch.where(place < total[:, None], index, -1)[:, None].contiguous()
+        q = torch.randn(t, h, 512, device=DEV).to(torch.bfloat16)
+        sink, out = torch.randn(h, device=DEV), torch.empty_like(q)
+        some = torch.cat([torch.arange(8, device=DEV), torch.randint(0, t, (24,), device=DEV)])
+        want, _ = k6.prefill_reference(q[some], rows, index[some, 0], sink_H=sink)
+        zero = torch.zeros_like(count)
+
+        def attend() -> None:
+            if kind == "window":
+                k6.prefill_window(q, w, row, length, sink_H=sink, out_THD=out)
+            else:
+                dense = None if chosen is not None else zero
+                k6.prefill_rows(q, w, row, length, c, count, list_TW=chosen, first_T=dense, sink_H=sink, out_THD=out)
+
+        def gather_too() -> None:
+            k6.gather_rows(pages, 64, slots_w, w)
+            if ratio:
+                k6.gather_rows(pages, 64, slots_c, c)
+            attend()
+
+        keys = int(total.sum())
+        case = Case(
+            "FlashMLA prefill",
+            f"{kind}, {t} queries from {first_position}, {h} heads, mean of {keys / t:.0f} rows",
+            [lambda: peer.prefill(q, rows[:, None], index, sink, total, out)],
+            check=lambda _: relative_error(out[some], want),
+            reset=lambda: poison(out),
+            limit=5e-3,
+            flops=keys * h * 2048,
+            graph=False,
+            reps=10 if t > 256 else 0,
+        )
+        peer_us = table.measure(case)
+        for name, run in (("ours", attend), ("ours, gather from pages first", gather_too)):
+            us = table.measure(case, name, [run])
+            if us is not None and peer_us is not None:
+                low = floor_us(keys * h * 2048, 2 * q.numel() * 2 + rows.numel() * 2)
+                table.note(f"{us / peer_us:.2f} of the peer's time, floor {low:.0f} us = {low / us:.2f}")
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--kit", default=".peers")
@@ -507,6 +685,8 @@ def main() -> None:
         "compressor": compressor,
         "ends": ends,
         "move": move,
+        "hyper": hyper,
+        "prefill": prefill,
     }
     with torch.no_grad():
         peer_flashmla.load(a.peers)

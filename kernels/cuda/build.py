@@ -34,9 +34,9 @@ def compiler() -> str | None:
 
 
 def object_path(source: str) -> Path:
-    """Path of the built object: its name holds a digest of the source, the shared header and the flags."""
+    """Path of the built object: its name holds a digest of the source, the shared headers and the flags."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for name in (source, "hopper.cuh"):
+    for name in (source, *sorted(x.name for x in SOURCES.glob("*.cuh"))):
         digest.update((SOURCES / name).read_bytes())
     return cache_dir() / f"{source.removesuffix('.cu')}-{digest.hexdigest()[:16]}.so"
 

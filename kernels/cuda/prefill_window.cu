@@ -1,0 +1,267 @@
+// K6, window-only layers: prefill attention over the window's rows, dense, with a sink; K = V = the row of 512 channels [BI].
+//
+// Rows come from a bf16 workspace of octets: 8 rows are 8 KB, eight blocks of 64 channels, in each the 8 rows of 128 bytes under the
+// 128-byte swizzle. An octet lies in shared memory as it lies in the workspace, for both products.
+//
+// A block works through neighbouring queries of one sequence and keeps their rows in a ring of 18 octets (144 rows, a window is at
+// most 17 octets), so that a row is loaded once for all of the block's queries. Two warp-groups take queries in turn, 64 heads
+// each, and share nothing but the ring: q streams by in blocks of 64 channels (each is needed once), logits with all 144 rows
+// stay in registers, rows outside of the window get weight 0, and the output is made and stored 64 channels at a time, each
+// part under the product of the next. While one group stores, the other multiplies.
+//
+// Row r lies in slot r % 144, so the order of all sums is fixed by r % 144 alone: callers keep r equal to the position modulo 144, and
+// then a query's bits depend neither on the cut of the prompt nor on the rest of the launch.
+#include "prefill.cuh"
+
+using namespace hr;
+
+struct Params {
+  const uint8_t* rows;       // workspace of octets
+  const int32_t* row;        // [T]: the query's own row, the last one of its window
+  const int32_t* length;     // [T]: rows of its window, at most 128
+  const float* sink;         // [H] or null
+  __nv_bfloat16* out;        // [T, H, 512]
+  int64_t out_stride_t, out_stride_h;
+  float* lse;  // [T, H] or null
+  float scale;
+  int32_t heads, queries;
+};
+
+namespace {
+
+constexpr int kOctets = 18, kRows = kOctets * 8, kBlocks = 5, kLoads = 4;
+constexpr uint32_t kOctetBytes = 8192, kQBytes = 8192;
+constexpr uint32_t kQ = kOctets * kOctetBytes;             // [2 groups][kBlocks] of 64 heads x 64 channels
+constexpr uint32_t kBars = kQ + 2 * kBlocks * kQBytes;     // q full, q empty [2][kBlocks]; octets loaded [kLoads]; then 2 counters
+constexpr uint32_t kSmemBytes = kBars + 8 * (4 * kBlocks + kLoads + 1);
+
+__device__ __forceinline__ void wgmma_qk144(float (&d)[72], uint64_t desc_a, uint64_t desc_b, int accumulate) {
+  asm volatile("{\n.reg .pred p;\n"
+               "setp.ne.b32 p, %74, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n144k16.f32.bf16.bf16 "
+               "{"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+               "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+               "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
+               "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "
+               "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71"
+               "}, %72, %73, p, 1, 1, 0, 0;\n}\n"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+                 "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+               : "l"(desc_a), "l"(desc_b), "r"(accumulate));
+}
+__device__ __forceinline__ void wgmma_pv64(float (&d)[32], const uint32_t (&a)[4], uint64_t desc_b, int accumulate) {
+  asm volatile("{\n.reg .pred p;\n"
+               "setp.ne.b32 p, %37, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+               "{"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(accumulate));
+}
+__device__ __forceinline__ int done_of(uint32_t counter) {  // warps of a group that have finished a query, in all
+  int n;
+  asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(n) : "r"(counter) : "memory");
+  return n;
+}
+
+// What is in the ring, followed alike by the warp that loads and by those that wait for the loads.
+struct Ring {
+  int first = 0, last = -1;  // octets
+  int row = -2, run = 0;     // of the query before; queries in a row whose rows follow each other
+  // The next query's window: how many octets are to be loaded, from `from` on.
+  __device__ __forceinline__ int step(int now, int length, int& from) {
+    run = now == row + 1 ? run + 1 : 0;
+    row = now;
+    if (length <= 0) return 0;
+    const int a = (now - length + 1) >> 3, b = now >> 3;
+    if (last < 0 || a < first || a > last + 1 || b < first) {
+      run = 0;
+      from = first = a;
+      last = b;
+      return b - a + 1;
+    }
+    from = last + 1;
+    const int more = max(0, b - last);
+    last = max(last, b);
+    first = max(first, last - kOctets + 1);
+    return more;
+  }
+};
+
+__device__ __forceinline__ void part_product(float (&o)[32], const uint32_t (&pr)[9][4], uint64_t v_desc) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 9; ++k) wgmma_pv64(o, pr[k], v_desc + k * (2 * kOctetBytes >> 4), k != 0);
+  wgmma_commit();
+}
+
+}  // namespace
+
+// q_map: q in boxes of 64 heads x 64 channels, swizzled.
+__global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  const uint32_t smem = smem_u32(shared_bytes);
+  const int group = threadIdx.x >> 7, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head0 = blockIdx.y * 64;
+  const int begin = (int64_t)blockIdx.x * p.queries / gridDim.x, end = (int64_t)(blockIdx.x + 1) * p.queries / gridDim.x;
+  const uint32_t q_full = smem + kBars, q_empty = q_full + 8 * 2 * kBlocks, loaded = q_empty + 8 * 2 * kBlocks, done = loaded + 8 * kLoads;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      mbar_init(q_full + 8 * i, 1);
+      mbar_init(q_empty + 8 * i, 4);
+    }
+    for (int i = 0; i < kLoads; ++i) mbar_init(loaded + 8 * i, 1);
+    for (int i = 0; i < 2; ++i) st_shared_b32(done + 4 * i, 0);
+    fence_barrier_init();
+  }
+  // Weight 0 times whatever memory held could be NaN.
+  for (uint32_t at = threadIdx.x * 16; at < kOctets * kOctetBytes; at += 384 * 16) st_shared_v4(smem + at, make_uint4(0, 0, 0, 0));
+  fence_async();
+  __syncthreads();
+  after_previous_kernel();
+
+  if (group == 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (lane != 0) return;
+    if (warp == 8) {
+      Ring ring;
+      int loads = 0;
+      for (int i = begin; i < end; ++i) {
+        int from = 0;
+        const int more = ring.step(p.row[i], p.length[i], from);
+        if (more == 0) continue;
+        // The octet that a new one replaces was last read ten queries ago, if rows followed each other since.
+        const int free = i - begin - (more == 1 && ring.run >= 10 ? 9 : 0);  // queries that must be done
+        for (int g = 0; g < 2; ++g)  // a count, not an mbarrier: the groups may be several queries ahead of what is asked here
+          while (done_of(done + 4 * g) < 4 * ((free + 1 - g) / 2)) __nanosleep(64);
+        const uint32_t bar = loaded + 8 * (loads++ % kLoads);
+        mbar_expect(bar, more * kOctetBytes);
+        for (int o = from; o < from + more; ++o)
+          bulk_load(smem + o % kOctets * kOctetBytes, p.rows + (int64_t)o * kOctetBytes, kOctetBytes, bar);
+      }
+    } else if (warp < 11) {
+      const int g = warp - 9;
+      int n = 0;
+      for (int i = begin + g; i < end; i += 2)
+        for (int block = 0; block < 8; ++block, ++n) {
+          const int slot = g * kBlocks + n % kBlocks;
+          if (n >= kBlocks) mbar_wait(q_empty + 8 * slot, (n / kBlocks - 1) & 1);
+          mbar_expect(q_full + 8 * slot, kQBytes);
+          tensor_load(smem + kQ + slot * kQBytes, &q_map, block * 64, head0, i, q_full + 8 * slot);
+        }
+    }
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  const int quad = lane & 3, head = head0 + (warp & 3) * 16 + (lane >> 2);
+  const bool has[2] = {head < p.heads, head + 8 < p.heads};
+  const float to_log2 = p.scale * kLog2e;
+  const float sink[2] = {p.sink && has[0] ? p.sink[head] * kLog2e : -INFINITY, p.sink && has[1] ? p.sink[head + 8] * kLog2e : -INFINITY};
+  const uint64_t k_desc = operand(smem, 16, kOctetBytes), v_desc = operand(smem, 1024, kOctetBytes);
+  // Parts of the output, in turn. They are set here and never again (a part's first product overwrites them), for otherwise the
+  // compiler gives each of the eight parts registers of its own.
+  float o[2][32];
+#pragma unroll
+  for (int c = 0; c < 64; ++c) o[c >> 5][c & 31] = 0;
+  Ring ring;
+  int n = 0, loads = 0;
+  for (int i = begin; i < end; ++i) {
+    int from;
+    const int row = __ldg(p.row + i), length = __ldg(p.length + i);
+    const bool load = ring.step(row, length, from) > 0;
+    if (load) {
+      mbar_wait(loaded + 8 * (loads % kLoads), (loads / kLoads) & 1);
+      ++loads;
+    }
+    if (((i - begin) & 1) != group) continue;
+    float s[72];  // set although the first product overwrites it: else the assembler keeps it alive from query to query
+#pragma unroll
+    for (int c = 0; c < 72; ++c) s[c] = 0;
+#pragma unroll 1
+    for (int block = 0; block < 8; ++block, ++n) {
+      const int slot = group * kBlocks + n % kBlocks;
+      const uint64_t q_desc = operand(smem + kQ + slot * kQBytes, 16, 1024);
+      mbar_wait(q_full + 8 * slot, (n / kBlocks) & 1);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) wgmma_qk144(s, q_desc + 2 * k, k_desc + block * 64 + 2 * k, block | k);
+      wgmma_commit();
+      if (block > 0) {
+        wgmma_wait<1>();
+        if (lane == 0) mbar_arrive(q_empty + 8 * (group * kBlocks + (n - 1) % kBlocks));
+      }
+    }
+    wgmma_wait<0>();
+    settled(s);
+    if (lane == 0) mbar_arrive(q_empty + 8 * (group * kBlocks + (n - 1) % kBlocks));
+
+    int place = row % kRows - 2 * quad;
+    asm volatile("" : "+r"(place));  // or else the compiler keeps 36 column numbers in registers all along
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int c = 0; c < 18; ++c)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        int back = place - (8 * c + e);  // rows before the query's own
+        back += back < 0 ? kRows : 0;
+        const bool in = back < length;
+        s[4 * c + e] = in ? s[4 * c + e] * to_log2 : -INFINITY;
+        s[4 * c + 2 + e] = in ? s[4 * c + 2 + e] * to_log2 : -INFINITY;
+        top[0] = fmaxf(top[0], s[4 * c + e]);
+        top[1] = fmaxf(top[1], s[4 * c + 2 + e]);
+      }
+    float factor[2], sum[2] = {0, 0};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      top[h] = quad_max(top[h]);
+      if (top[h] == -INFINITY) top[h] = 0;  // no row: every exponential below is 0
+    }
+    uint32_t pr[9][4];
+#pragma unroll
+    for (int k = 0; k < 9; ++k)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float a = exp2_fast(s[8 * k + 2 * j] - top[j & 1]), b = exp2_fast(s[8 * k + 2 * j + 1] - top[j & 1]);
+        sum[j & 1] += a + b;
+        pr[k][j] = pack_bf16(a, b);
+      }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      sum[h] = quad_sum(sum[h]);
+      if (p.lse && quad == 0 && has[h]) p.lse[(int64_t)i * p.heads + head + 8 * h] = (top[h] + __log2f(sum[h])) * kLn2;
+      factor[h] = sum[h] == 0.0f ? 0.0f : 1.0f / (sum[h] + exp2_fast(sink[h] - top[h]));
+    }
+    __nv_bfloat16* upper = p.out + i * p.out_stride_t + head * p.out_stride_h;
+    part_product(o[0], pr, v_desc);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      if (c < 7) {
+        part_product(o[(c + 1) & 1], pr, v_desc + (c + 1) * 64);
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      settled(o[c & 1]);
+      if (c == 7 && lane == 0) asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(done + 4 * group) : "memory");
+      store_part(o[c & 1], factor, upper + c * 64, 8 * p.out_stride_h, quad, has[0], has[1]);
+    }
+  }
+}
+
+extern "C" int hr_prefill_window(const Params* p, const void* q, int64_t stride_t, int64_t stride_h, int blocks, void* stream) {
+  return launch_prefill(prefill_window, *p, q, stride_t, stride_h, blocks, kSmemBytes, (cudaStream_t)stream);
+}

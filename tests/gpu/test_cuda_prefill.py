@@ -1,0 +1,227 @@
+"""Prefill attention and hyper-connections on Hopper against float64: odd strides, jumps, holes, other cuts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from headrace.kernels.cuda import build
+from headrace.kernels.cuda import compressor as k1
+from headrace.kernels.cuda import mhc as k7
+from headrace.kernels.cuda import prefill_attention as k6
+from headrace.kernels.cuda.decode_attention import read_entries
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and build.compiler() is not None
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and nvcc")]
+DEV = "cuda"
+
+
+def error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """||out - ref|| / ||ref||, NaN if anything is."""
+    return float((out.double() - ref.double()).norm() / ref.double().norm())
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEV)
+
+
+def make_rows(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.randn(number, 512, device=DEV).to(torch.bfloat16)
+    return rows, k6.pack_octets(rows).contiguous()
+
+
+def make_q(tokens: int, heads: int) -> torch.Tensor:
+    return torch.randn(tokens, heads + 3, 520, device=DEV).to(torch.bfloat16)[:, 1 : heads + 1, :512]
+
+
+def window_places(row: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    place = torch.arange(128, device=DEV)
+    return torch.where(place < length[:, None], row[:, None] - length[:, None] + 1 + place, -1)
+
+
+def test_gathered_rows_are_the_entries() -> None:
+    """Any page size; unknown slots give zeros; rows lie where `pack_octets` puts them."""
+    torch.manual_seed(1)
+    for entries in (64, 2):
+        stride = -(-entries * 584 // 576) * 576
+        pages = torch.full((160 // entries, stride), 255, dtype=torch.uint8, device=DEV)
+        raw = k1.quantise_entries(
+            torch.randn(160, 512, device=DEV) * torch.exp2(torch.randint(-9, 9, (160, 1), device=DEV))
+        )
+        at = torch.arange(pages.shape[0] * entries, device=DEV)
+        pages[:, : entries * 576].unflatten(1, (entries, 576))[at // entries, at % entries] = raw[at, :576]
+        pages[:, entries * 576 : entries * 584].unflatten(1, (entries, 8))[at // entries, at % entries] = raw[at, 576:]
+        slots = at[torch.randperm(at.numel(), device=DEV)[:88]].int()
+        slots[5], slots[17], slots[80] = -1, at.numel(), 2**31 - 1
+        known = (slots >= 0) & (slots < at.numel())
+        octets = torch.full((11, 8, 8, 64), math.nan, dtype=torch.bfloat16, device=DEV)
+        k6.gather_rows(pages, entries, slots, octets)
+        want = read_entries(pages, entries, torch.where(known, slots, 0).long(), torch.float32) * known[:, None]
+        assert torch.equal(k6.unpack_octets(octets), want.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("heads", [64, 128, 8])
+def test_window_matches_float64(heads: int) -> None:
+    """Sequences that begin and go on, of one token and of hundreds, a query without a window, rows far apart."""
+    torch.manual_seed(heads)
+    row, length = [], []
+    for first, tokens, held in ((0, 300, 0), (1000, 1, 127), (2000, 700, 127), (3000, 1, 0), (900, 40, 60)):
+        for i in range(tokens):
+            row.append(first + i)
+            length.append(min(128, held + i + 1))
+    length[310] = 0
+    rows, octets = make_rows(3200)
+    row_T, length_T = ints(row), ints(length)
+    q, sink = make_q(len(row), heads), torch.randn(heads, device=DEV) * 2
+    out = torch.full(q.shape, math.nan, dtype=torch.bfloat16, device=DEV)
+    lse = torch.full(q.shape[:2], math.nan, device=DEV)
+    k6.prefill_window(q, octets, row_T, length_T, sink_H=sink, out_THD=out, lse_TH=lse)
+    want, want_lse = k6.prefill_reference(q, rows, window_places(row_T, length_T), sink_H=sink)
+    assert error(out, want) < 5e-3
+    some = torch.isfinite(want_lse)
+    assert (torch.isfinite(lse) == some).all()
+    assert (lse[some].double() - want_lse[some]).abs().max() < 1e-4
+    assert (out[310] == 0).all()
+
+
+@pytest.mark.parametrize("heads", [64, 8])
+@pytest.mark.parametrize("dense", [False, True])
+def test_rows_match_float64(heads: int, dense: bool) -> None:
+    """Windows and second lists of any length, none at all, holes in a list, rows that nobody names poisoned."""
+    torch.manual_seed(heads + dense)
+    t = 400
+    rows, octets = make_rows(1024)
+    second, second_octets = make_rows(2048)
+    row = torch.randint(127, 1024, (t,), device=DEV, dtype=torch.int32)
+    length = torch.randint(1, 129, (t,), device=DEV, dtype=torch.int32)
+    count = torch.randint(0, 520, (t,), device=DEV, dtype=torch.int32)
+    length[3], count[3], length[4], count[4], length[5] = 0, 0, 0, 100, 128
+    count[6:9] = 0
+    place = torch.arange(520, device=DEV)
+    if dense:
+        chosen, first = None, (torch.randint(0, 180, (t,), device=DEV) * 8).int()
+        places = first[:, None] + place
+    else:
+        chosen, first = torch.randint(0, 2048, (t, 520), device=DEV, dtype=torch.int32), None
+        chosen[torch.rand(t, 520, device=DEV) < 0.05] = -1
+        places = chosen
+    places = torch.where((place < count[:, None]) & (places >= 0), places + 1024, -1)
+    q, sink = make_q(t, heads), torch.randn(heads, device=DEV) * 2
+    out = torch.full(q.shape, math.nan, dtype=torch.bfloat16, device=DEV)
+    lse = torch.full(q.shape[:2], math.nan, device=DEV)
+    if chosen is not None:
+        chosen = torch.where(place < count[:, None], chosen, 2**30)  # never read
+    k6.prefill_rows(
+        q,
+        octets,
+        row,
+        length,
+        second_octets,
+        count,
+        list_TW=chosen,
+        first_T=first,
+        sink_H=sink,
+        out_THD=out,
+        lse_TH=lse,
+    )
+    want, want_lse = k6.prefill_reference(
+        q, torch.cat([rows, second]), torch.cat([window_places(row, length), places], 1), sink_H=sink
+    )
+    assert error(out, want) < 5e-3
+    some = torch.isfinite(want_lse)
+    assert (torch.isfinite(lse) == some).all()
+    assert (lse[some].double() - want_lse[some]).abs().max() < 1e-4
+    assert (out[3] == 0).all()
+
+
+def test_prefill_does_not_depend_on_the_cut() -> None:
+    """A prompt at once, and in chunks whose workspaces begin elsewhere: the same bits, for each kind of layer."""
+    torch.manual_seed(3)
+    t = 700
+    rows, _ = make_rows(t + 4)
+    _, second = make_rows(256)
+    q = make_q(t, 64)
+    position = torch.arange(t, device=DEV)
+    length = (position + 1).clamp_max(128).int()
+    chosen = torch.randint(0, 256, (t, 100), device=DEV, dtype=torch.int32)
+    count, zero = (position % 101).int(), torch.zeros(t, dtype=torch.int32, device=DEV)
+
+    def run(a: int, b: int, kind: int) -> torch.Tensor:
+        base = max(0, a - 127) // k6.RING * k6.RING
+        octets = k6.pack_octets(rows[base : base + (b - base + 7) // 8 * 8]).contiguous()
+        out, row = torch.empty(b - a, 64, 512, dtype=torch.bfloat16, device=DEV), (position[a:b] - base).int()
+        if kind == 0:
+            k6.prefill_window(q[a:b], octets, row, length[a:b], sink_H=None, out_THD=out)
+        else:
+            lists = {"list_TW": chosen[a:b]} if kind == 1 else {"first_T": zero[a:b]}
+            k6.prefill_rows(q[a:b], octets, row, length[a:b], second, count[a:b], **lists, sink_H=None, out_THD=out)
+        return out
+
+    for kind in range(3):
+        whole = run(0, t, kind)
+        for a, b in ((0, 1), (1, 130), (130, 131), (131, 500), (500, t)):
+            assert torch.equal(run(a, b, kind), whole[a:b])
+
+
+def make_streams(tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Streams, weights of the next sub-layer, ends of the one before."""
+    rand = lambda *shape: torch.randn(*shape, device=DEV)  # noqa: E731
+    streams = (rand(tokens, 4, 4096) * torch.exp2(torch.randint(-3, 4, (tokens, 1, 1), device=DEV))).to(torch.bfloat16)
+    fixed = (rand(24, 16384) / 128, rand(24), rand(3).abs(), rand(4096).to(torch.bfloat16))
+    return (
+        streams,
+        fixed,
+        (rand(tokens, 4096).to(torch.bfloat16), 2 * rand(tokens, 4).sigmoid(), rand(tokens, 4, 4).softmax(-1)),
+    )
+
+
+def hyper_connect(
+    streams: torch.Tensor, fixed: tuple[torch.Tensor, ...], after: tuple[torch.Tensor, ...] | None, tile: int | None
+) -> tuple[torch.Tensor, ...]:
+    t = streams.shape[0]
+    out = torch.full_like(streams, math.nan)
+    layer_in = torch.full((t, 4096), math.nan, dtype=torch.bfloat16, device=DEV)
+    post, comb = torch.full((t, 4), math.nan, device=DEV), torch.full((t, 4, 4), math.nan, device=DEV)
+    ends = {} if after is None else {"after": after, "streams_out_TND": out}
+    k7.hyper_connect(streams, *fixed, layer_in, post, comb, tile=tile, **ends)
+    return streams if after is None else out, layer_in, post, comb
+
+
+@pytest.mark.parametrize("tile", k7.TILES)
+@pytest.mark.parametrize("tokens", [1, 37, 300])
+@pytest.mark.parametrize("with_after", [False, True])
+def test_hyper_connect_matches_float64(tokens: int, with_after: bool, tile: int) -> None:
+    """Streams, layer input, post and comb, with and without a sub-layer that ends; comb's rows and columns sum to 1."""
+    torch.manual_seed(tokens + tile)
+    streams, fixed, after = make_streams(tokens)
+    ends = after if with_after else None
+    got = hyper_connect(streams, fixed, ends, tile)
+    want = k7.hyper_connect_reference(streams, *fixed, after=ends)
+    for name, g, w, most in zip(("streams", "in", "post", "comb"), got, want, (1e-3, 3e-3, 3e-5, 3e-5), strict=True):
+        assert error(g, w) < most, name
+    assert (got[3].sum(-2) - 1).abs().max() < 1e-4
+
+
+def test_hyper_connect_does_not_depend_on_the_batch() -> None:
+    """A token's bits are the same alone, in another order, in tiles of either size; streams may be mixed in place."""
+    torch.manual_seed(5)
+    streams, fixed, after = make_streams(200)
+    whole = hyper_connect(streams, fixed, after, 16)
+
+    def same(rows: torch.Tensor, tile: int | None) -> bool:
+        part = tuple(x[rows].contiguous() for x in after)
+        got = hyper_connect(streams[rows].contiguous(), fixed, part, tile)
+        return all(torch.equal(g, w[rows]) for g, w in zip(got, whole, strict=True))
+
+    assert same(torch.randperm(200, device=DEV), 8)
+    assert same(torch.arange(60, device=DEV), None)
+    assert same(torch.tensor([7], device=DEV), None)
+    place = streams.clone()
+    t = place.shape[0]
+    layer_in = torch.empty(t, 4096, dtype=torch.bfloat16, device=DEV)
+    post, comb = torch.empty(t, 4, device=DEV), torch.empty(t, 4, 4, device=DEV)
+    k7.hyper_connect(place, *fixed, layer_in, post, comb, after=after, streams_out_TND=place)
+    assert torch.equal(place, whole[0])
+    assert torch.equal(layer_in, whole[1])
