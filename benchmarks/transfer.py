@@ -57,7 +57,7 @@ from headrace.worker import links
 from headrace.worker.channels import server_options
 from headrace.worker.links import Links
 
-PATIENCE_S = 60.0
+PATIENCE_S = 20.0
 SETTINGS = {"tcp": "tcp,self,cuda_copy", "cma": "cma,tcp,self,cuda_copy", "cuda": "all"}
 """UCX_TLS of each transport. With GPU memory UCX takes cuda_ipc where it can; what it took is measured and printed."""
 
@@ -409,6 +409,8 @@ def main() -> None:
     for transport in arguments.transports:
         # UCX reads its settings once, at load: each transport has processes of its own.
         os.environ["UCX_TLS"] = SETTINGS[transport]
+        # A host without a network has the loopback device alone, and UCX takes that only by name.
+        os.environ["UCX_NET_DEVICES"] = "lo" if transport != "cuda" else "all"
         ours, theirs = spawn.Pipe()
         devices = tuple(arguments.devices) if transport == "cuda" else ("cpu", "cpu")
         child = spawn.Process(target=measure_main, args=(theirs, arguments, section, devices))

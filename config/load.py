@@ -70,6 +70,7 @@ RANGES: Mapping[str, tuple[float, float]] = types.MappingProxyType(
         "router.queue_timeout_s": _SECONDS,
         "router.attempts": (1, 100),
         "router.local_prefill_tokens": (0, 1 << 20),
+        "router.fetch_min_tokens": (0, 1 << 27),
         "router.request_timeout_s": (0.001, 604_800.0),
         "router.drain_s": (0.0, 86_400.0),
         "router.default_max_tokens": (0, 1 << 27),

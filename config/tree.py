@@ -133,6 +133,9 @@ class RouterSection:
     local_prefill_tokens: int = 512
     """A decode worker that holds the beginning of a prompt computes the rest itself if it is no longer than this and no
     prefill worker would be cheaper; 0: never."""
+    fetch_min_tokens: int = 2048
+    """A prefill worker takes a prefix from another worker's cache instead of computing it, if that spares it at least
+    so many tokens; 0: never."""
     request_timeout_s: float = 600.0
     drain_s: float = 30.0
     default_max_tokens: int = 0

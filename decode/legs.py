@@ -41,6 +41,7 @@ from ..worker.leg import (
     ToTransfer,
     overdue,
 )
+from ..worker.prefix_legs import PREFIX_LEGS
 
 
 class Phase(Enum):
@@ -367,5 +368,5 @@ _KINDS: dict[type, Event] = {
     Due: E.DUE,
 }
 
-LEGS: LegFactories = {engine.LegKind.GENERATE: GenerateLeg, engine.LegKind.LOCAL: LocalLeg}
-"""The kinds of leg that this room decides."""
+LEGS: LegFactories = {engine.LegKind.GENERATE: GenerateLeg, engine.LegKind.LOCAL: LocalLeg, **PREFIX_LEGS}
+"""The kinds of leg that a decode worker takes."""

@@ -27,6 +27,20 @@ class LegKind(Enum):
     """The prompt's pages arrive from elsewhere (`Admit`); decode from output index `first_index + 1` on."""
     LOCAL = "local"
     """Both phases here."""
+    SHARE = "share"
+    """Nothing is computed: the prompt ends at a border that this cache keeps, and another worker takes it from here."""
+    FETCH = "fetch"
+    """Nothing is computed: the prompt's pages arrive from another worker's cache and stay in this one (`Store`)."""
+
+    @property
+    def computes(self) -> bool:
+        """The prompt, or what of it is not here, is computed by this leg."""
+        return self in (LegKind.PREFILL, LegKind.LOCAL)
+
+    @property
+    def lands(self) -> bool:
+        """The prompt's pages arrive from elsewhere."""
+        return self in (LegKind.GENERATE, LegKind.FETCH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +69,15 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class Submit:
-    """Queue a request. PREFILL computes nothing before `Start`. GENERATE and LOCAL answer `Reserved` or `Refused`;
-    LOCAL then computes at once. A PREFILL waits, `Reserved`, for its `Start`."""
+    """Queue a request: answered by `Reserved` or `Refused`. LOCAL then computes at once; a PREFILL or a SHARE waits for
+    its `Start`; a GENERATE or a FETCH for the bytes."""
 
     request: EngineRequest
 
 
 @dataclass(frozen=True)
 class Start:
-    """PREFILL: a taker has its credits; compute."""
+    """PREFILL: a taker has its credits; compute. SHARE: it may have the pages."""
 
     key: int
 
@@ -80,16 +94,25 @@ class Admit:
 
 
 @dataclass(frozen=True)
+class Store:
+    """FETCH: every byte is here and verified; the blocks are cached, with a check-point at their end, and the sequence
+    is over."""
+
+    key: int
+
+
+@dataclass(frozen=True)
 class Release:
-    """The pages of a finished PREFILL, or of a GENERATE that was never admitted, are read or written by nobody else."""
+    """The pages of a finished PREFILL or SHARE, or of a GENERATE or FETCH that was never admitted, are read or written
+    by nobody else."""
 
     key: int
 
 
 @dataclass(frozen=True)
 class AbortSequence:
-    """End a sequence in any phase. Pages return at once, except those of a PREFILL or an unadmitted GENERATE: these
-    wait for `Release`, since a gather or a scatter may still touch them."""
+    """End a sequence in any phase. Pages return at once, except those of a PREFILL, a SHARE, a FETCH or an unadmitted
+    GENERATE: these wait for `Release`, since a gather or a scatter may still touch them."""
 
     key: int
 
@@ -108,7 +131,7 @@ class ClearCache:
     """Forget every block and check-point that no sequence reads."""
 
 
-Command: TypeAlias = Submit | Start | Admit | Release | AbortSequence | AbortChoice | ClearCache
+Command: TypeAlias = Submit | Start | Admit | Store | Release | AbortSequence | AbortChoice | ClearCache
 
 # ---- events ----
 
@@ -121,7 +144,7 @@ class Reserved:
     held_tokens: int
     """Of whole leading blocks that are here already: final in `pages`, to be neither computed nor shipped again."""
     pages: SequencePages
-    """GENERATE: page ids for the whole prompt, for the scatter. Others: of the blocks that are held."""
+    """GENERATE, FETCH: page ids for the whole prompt, for the scatter. Others: of the blocks that are held."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +157,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Started:
-    """PREFILL, LOCAL: the first chunk is in this step."""
+    """PREFILL, LOCAL: the first chunk is in this step. SHARE: the pages may be gathered."""
 
     key: int
     cached_tokens: int
@@ -174,7 +197,7 @@ class PromptScored:
 @dataclass(frozen=True)
 class SequenceFinished:
     """The sequence ended well; LOCAL and GENERATE pages are back. PREFILL: the prompt and its first token are done
-    (`reason` None unless that token ended the request); pages stay until `Release`."""
+    (`reason` None unless that token ended the request); pages stay until `Release`. SHARE: the same, with no token."""
 
     key: int
     reason: FinishReason | None

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..config.tree import EngineSection
 from ..core.blocks import BLOCK_TOKENS, block_hashes, child_hash, root_hash
 from ..core.clock import Clock
-from ..core.errors import Cancelled, HeadraceError, NoFreePages, PromptTooLong, QueueFull, RequestError
+from ..core.errors import Cancelled, HeadraceError, NoFreePages, PromptTooLong, QueueFull, RequestError, TransferFailed
 from ..core.sampling import FinishReason
 from ..kvcache.allocator import CacheManager, Hit
 from ..kvcache.check_points import SPACING, next_border, prompt_borders
@@ -48,6 +48,7 @@ from .api import (
     SequenceFinished,
     Start,
     Started,
+    Store,
     Submit,
     TokenSampled,
 )
@@ -168,7 +169,7 @@ class Engine:
                 if sequence is not None:
                     sequence.start_heard = True
                     if sequence.phase is Phase.READY:
-                        sequence.phase = Phase.RUNNING
+                        self._started(sequence)
             case Admit(key, first_token, _, more_first_tokens):
                 sequence = self._sequences.get(key)
                 if sequence is not None and sequence.phase is Phase.LANDING:
@@ -178,6 +179,13 @@ class Engine:
                     self._publish(sequence)
                     for choice, token in zip(self._fork(sequence), (first_token, *more_first_tokens), strict=True):
                         self._append(choice, token)
+            case Store(key):
+                sequence = self._sequences.get(key)
+                if sequence is not None and sequence.phase is Phase.LANDING:
+                    self._manager.admit(key)
+                    sequence.computed = sequence.num_prompt
+                    self._publish(sequence)
+                    self._drop(sequence)
             case Release(key):
                 sequence = self._sequences.get(key)
                 if sequence is not None and sequence.phase in (Phase.HELD, Phase.LANDING):
@@ -196,7 +204,7 @@ class Engine:
         total = len(request.prompt) + request.sampling.max_tokens
         chunk = self._section.max_num_batched_tokens
         # A prefill samples all first tokens and forks nothing.
-        num_choices = 1 if request.kind is LegKind.PREFILL else request.num_choices
+        num_choices = request.num_choices if request.kind in (LegKind.GENERATE, LegKind.LOCAL) else 1
 
         def fits(choices: int) -> bool:
             return total <= self._max_model_len and self._manager.can_ever_fit(
@@ -226,15 +234,16 @@ class Engine:
 
     def _admit_queued(self) -> None:
         """Take credits in order of arrival; the first that does not fit keeps its place."""
+        chunk = self._section.max_num_batched_tokens
         while self._queue:
             key = self._queue[0]
             sequence = self._sequences[key]
             request = sequence.request
-            reserve = 1 if request.kind is LegKind.PREFILL else min(request.sampling.max_tokens, self._reserve_tokens)
+            reserve = self._reserve_of(request)
             # Scores of a prompt need every position of it computed, so it reads nothing that is here.
             hashes = [] if request.sampling.prompt_logprobs is not None else sequence.hashes
             try:
-                if request.kind is LegKind.GENERATE:
+                if request.kind.lands:
                     pages, num_held = self._manager.reserve_landing(
                         key, sequence.num_prompt, reserve_tokens=reserve, root=sequence.root, hashes=sequence.hashes
                     )
@@ -243,24 +252,40 @@ class Engine:
                         key,
                         sequence.num_prompt,
                         reserve_tokens=reserve,
-                        chunk_tokens=min(self._section.max_num_batched_tokens, sequence.num_prompt),
+                        chunk_tokens=1 if request.kind is LegKind.SHARE else min(chunk, sequence.num_prompt),
                         root=sequence.root,
                         hashes=hashes,
+                        whole=request.kind is LegKind.SHARE,
                     )
                     pages, num_held = self._manager.pages(key), hit.num_blocks
                 self._manager.reserve_forks(key, sequence.family.forks, sequence.num_prompt, reserve_tokens=reserve)
             except NoFreePages:
                 return
-            if request.kind is not LegKind.GENERATE:
-                self._begin_at(sequence, hit, pages)
             self._queue.popleft()
+            if not request.kind.lands:
+                is_whole = hit.start == sequence.num_prompt and hit.snapshot_row >= 0
+                if request.kind is LegKind.SHARE and not is_whole:
+                    self._drop(sequence)
+                    self._events.append(Refused(key, TransferFailed("the prefix is not kept here up to its border")))
+                    continue
+                self._begin_at(sequence, hit, pages)
             sequence.pages = pages
-            sequence.phase = {
-                LegKind.PREFILL: Phase.RUNNING if sequence.start_heard else Phase.READY,
-                LegKind.GENERATE: Phase.LANDING,
-                LegKind.LOCAL: Phase.RUNNING,
-            }[request.kind]
             self._events.append(Reserved(key, num_held * BLOCK_TOKENS, pages))
+            if request.kind.lands:
+                sequence.phase = Phase.LANDING
+            elif request.kind is LegKind.LOCAL or sequence.start_heard:
+                self._started(sequence)
+            else:
+                sequence.phase = Phase.READY
+
+    def _started(self, sequence: EngineSequence) -> None:
+        """Credits are taken, and a PREFILL's or SHARE's taker has its own."""
+        if sequence.request.kind is not LegKind.SHARE:
+            sequence.phase = Phase.RUNNING
+            return
+        sequence.phase, sequence.started = Phase.HELD, True
+        self._events.append(Started(sequence.key, sequence.num_prompt))
+        self._events.append(SequenceFinished(sequence.key, None, None, 0, 0.0, sequence.pages))
 
     def _begin_at(self, sequence: EngineSequence, hit: Hit, pages: SequencePages) -> None:
         """Put what goes before the first position that is computed in its place."""
@@ -272,9 +297,13 @@ class Engine:
         elif hit.start:
             self._copier.restore(hit.snapshot_row, pages.state_row, hit.start)
 
-    @property
-    def _reserve_tokens(self) -> int:
-        return self._section.output_reserve_tokens
+    def _reserve_of(self, request: EngineRequest) -> int:
+        """Output tokens that credits are taken for."""
+        if request.kind in (LegKind.SHARE, LegKind.FETCH):
+            return 0
+        if request.kind is LegKind.PREFILL:
+            return 1
+        return min(request.sampling.max_tokens, self._section.output_reserve_tokens)
 
     def _choices(self, key: int) -> list[EngineSequence]:
         """What goes on of a request."""
@@ -335,7 +364,7 @@ class Engine:
             except NoFreePages as error:
                 self._fail(sequence, error)
                 continue
-            if not sequence.started and sequence.request.kind is not LegKind.GENERATE:
+            if not sequence.started and sequence.request.kind.computes:
                 self._events.append(Started(sequence.key, sequence.hit.start))
                 sequence.started_s = self._clock.now_s()
             sequence.started = True
@@ -364,7 +393,7 @@ class Engine:
                 continue
             if sequence.computed // BLOCK_TOKENS > piece.start // BLOCK_TOKENS:
                 self._publish(sequence)
-            if sequence.request.kind is not LegKind.GENERATE and piece.start < sequence.num_prompt:
+            if sequence.request.kind.computes and piece.start < sequence.num_prompt:
                 self._events.append(ChunkDone(sequence.key, sequence.computed, sequence.pages))
             self._manager.trim_window(sequence.id, sequence.computed)
             if sampled:
@@ -483,7 +512,7 @@ class Engine:
         if computed % BLOCK_TOKENS or not computed:
             return
         in_output = computed > sequence.num_prompt
-        wanted = in_output or computed in sequence.borders or sequence.request.kind is LegKind.GENERATE
+        wanted = in_output or computed in sequence.borders or sequence.request.kind.lands
         if not wanted and computed % SPACING:
             return
         row = self._manager.check_point(sequence.id, computed, evict=wanted)
@@ -503,7 +532,7 @@ class Engine:
         queued = sum(
             max(0, s.num_prompt - s.computed)
             for s in self._sequences.values()
-            if s.phase is not Phase.HELD and s.request.kind is not LegKind.GENERATE
+            if s.phase is not Phase.HELD and s.request.kind.computes
         )
         pools = {kind.value: counts for kind, counts in self._manager.counts().items()}
         mismatches = len(self._manager.check() if running else self._manager.audit())

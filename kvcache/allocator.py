@@ -174,20 +174,22 @@ class CacheManager:
         chunk_tokens: int,
         root: BlockHash | None = None,
         hashes: Sequence[BlockHash] = (),
+        whole: bool = False,
     ) -> Hit:
         """Promise a sequence that is computed here all that its prompt and `reserve_tokens` of output need.
 
         Args:
             root: parent of its first block; None keeps it out of the prefix cache.
             hashes: of the prompt's full blocks.
+            whole: nothing will be computed, so the last token need not be.
         Returns:
             what of it is here already. With a `start` above 0 the sequence has a state row, to be filled at once.
         Raises:
             NoFreePages: some pool is short; nothing was promised in any.
         """
         tokens = prompt_tokens + reserve_tokens
-        # The last token is always computed, for its logits.
-        num, border, start = self._look_up(hashes[: (prompt_tokens - 1) // BLOCK_TOKENS])
+        # The last token is computed again, for its logits.
+        num, border, start = self._look_up(hashes[: (prompt_tokens - (not whole)) // BLOCK_TOKENS])
         window = window_pages(min(chunk_tokens, prompt_tokens), tokens)
         check_point = self._index.check_point(hashes[border - 1]) if start and start == border * BLOCK_TOKENS else None
         pages = check_point.window if check_point is not None else ()

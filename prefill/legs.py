@@ -36,6 +36,7 @@ from ..worker.leg import (
     ToTransfer,
     overdue,
 )
+from ..worker.prefix_legs import PREFIX_LEGS
 
 
 class Phase(Enum):
@@ -302,5 +303,5 @@ _KINDS: dict[type, Event] = {
     Due: E.DUE,
 }
 
-LEGS: LegFactories = {engine.LegKind.PREFILL: PrefillLeg}
-"""The kinds of leg that this room decides."""
+LEGS: LegFactories = {engine.LegKind.PREFILL: PrefillLeg, **PREFIX_LEGS}
+"""The kinds of leg that a prefill worker takes."""

@@ -134,7 +134,9 @@ class Dispatcher:
         times: SessionTimes | None = None,
         seed: int | None = None,
     ) -> None:
-        self.placement = Placement(seed, local_prefill_tokens=section.local_prefill_tokens)
+        self.placement = Placement(
+            seed, local_prefill_tokens=section.local_prefill_tokens, fetch_min_tokens=section.fetch_min_tokens
+        )
         self.metrics = metrics
         self._section = section
         self._clock = clock
@@ -339,7 +341,11 @@ class Dispatcher:
     def _handle(self, sequence: Sequence, event: j.Event) -> None:
         journey = sequence.journey
         before = journey.attempt, journey.stats.num_migrations
+        num_fetches = len(journey.stats.fetches)
         actions = journey.handle(event, self._clock.now_s())
+        for outcome in journey.stats.fetches[num_fetches:]:
+            self.metrics.fetches.labels(outcome).inc()
+            log.debug("event=prefix_fetch request_id=%s outcome=%s", sequence.request_id, outcome)
         if before[0] != journey.attempt:
             self._count_retry(sequence, event, migrated=before[1] != journey.stats.num_migrations)
         self._do(sequence, actions)
@@ -419,17 +425,14 @@ class Dispatcher:
         decision = sequence.decision
         assert decision is not None
         leg = _OpenLeg(sequence, address, action.kind, 0)
-        if action.kind is not j.LegKind.GENERATE:
+        if action.kind.computes:
             leg.queued_tokens, leg.hit_tokens = decision.computed_tokens, decision.hit_tokens
         self._legs[action.leg] = leg
         self.placement.opened(address, leg.queued_tokens)
-        self.placement.predict(
-            address,
-            action.leg,
-            sequence.chains,
-            computes=action.kind is not j.LegKind.GENERATE,
-            now_s=self._clock.now_s(),
-        )
+        if action.kind not in j.PREFIX_LEGS:
+            self.placement.predict(
+                address, action.leg, sequence.chains, computes=action.kind.computes, now_s=self._clock.now_s()
+            )
         submit = submit_message(
             action,
             request_id=sequence.request_id,
@@ -501,7 +504,7 @@ class Dispatcher:
                     "event=hit_missed worker=%s request_id=%s predicted=%d actual=%d",
                     leg.address, leg.sequence.request_id, leg.hit_tokens, actual,
                 )  # fmt: skip
-        if report.transferred is not None or (report.tokens and leg.kind is not j.LegKind.GENERATE):
+        if report.transferred is not None or (report.tokens and leg.kind.computes):
             leg.is_computed = True
         if report.finished is not None:
             self.placement.prefilled(leg.address, report.finished.prefill_s, report.finished.computed_tokens)

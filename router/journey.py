@@ -30,7 +30,7 @@ from ..core.errors import (
 )
 from ..core.ids import TransferId, new_transfer_id
 from ..core.sampling import FinishReason, SamplingParams, TokenLogprobs
-from .placement import LocalPlan, PairPlan, Plan, WorkerRef
+from .placement import Fetch, LocalPlan, PairPlan, Plan, WorkerRef
 
 
 class State(Enum):
@@ -38,6 +38,8 @@ class State(Enum):
 
     PLANNED = "planned"
     """Waiting for workers."""
+    FETCHING = "fetching"
+    """The prefill worker takes a prefix from another worker's cache; whatever comes of it, the legs open next."""
     RESERVING = "reserving"
     """Legs are open; the decode worker has not taken its credits yet."""
     PREFILLING = "prefilling"
@@ -55,6 +57,7 @@ class State(Enum):
 class Move(Enum):
     """What can happen to a sequence, as the table sees it."""
 
+    FETCH = "fetch"
     PLACED = "placed"
     RESERVED = "reserved"
     TOKEN = "token"
@@ -74,7 +77,8 @@ class Move(Enum):
 S, M = State, Move
 
 NEXT: Mapping[State, Mapping[Move, State]] = {
-    S.PLANNED: {M.PLACED: S.RESERVING, M.SHED: S.SHED, M.CANCEL: S.CANCELLED},
+    S.PLANNED: {M.FETCH: S.FETCHING, M.PLACED: S.RESERVING, M.SHED: S.SHED, M.CANCEL: S.CANCELLED},
+    S.FETCHING: {M.PLACED: S.RESERVING, M.CANCEL: S.CANCELLED},
     S.RESERVING: {
         M.RESERVED: S.PREFILLING,
         # The reservation and the first token travel over different sessions: the token may come first.
@@ -127,6 +131,16 @@ class LegKind(Enum):
     GENERATE = "generate"
     PREFILL = "prefill"
     LOCAL = "local"
+    SHARE = "share"
+    FETCH = "fetch"
+
+    @property
+    def computes(self) -> bool:
+        """The prompt is computed by this leg."""
+        return self in (LegKind.PREFILL, LegKind.LOCAL)
+
+
+PREFIX_LEGS = (LegKind.SHARE, LegKind.FETCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +346,8 @@ class JourneyLimits:
     """A decode worker has this long to take its credits; its own queue is part of it."""
     stall_s: float = 60.0
     """No token for this long while streaming: the worker is given up."""
+    fetch_s: float = 5.0
+    """A prefix that has not come from another cache after this long is computed."""
 
 
 @dataclass
@@ -344,6 +360,8 @@ class JourneyStats:
     transferred: Transferred | None = None
     path: str = ""
     """pair or local, of the last attempt."""
+    fetches: list[str] = field(default_factory=list)
+    """How each try to fetch a prefix went: fetched, failed or late."""
     stale_tokens: int = 0
     num_migrations: int = 0
     placed_s: float | None = None
@@ -404,6 +422,8 @@ class Journey:
         self._new_leg = new_leg
         self._new_transfer = new_transfer
         self._legs: dict[int, _Leg] = {}
+        self._fetching: PairPlan | None = None
+        """What is opened once the prefix has come, or will not come."""
         self._base = 0
         """Tokens of each choice delivered before this attempt; of several choices none."""
         self._avoid: set[tuple[str, int]] = set()
@@ -467,8 +487,45 @@ class Journey:
     # ---- opening legs ----
 
     def _placed(self, plan: Plan, now_s: float) -> None:
-        self._move(Move.PLACED)
         self.stats.placed_s = self.stats.placed_s or now_s
+        if isinstance(plan, PairPlan) and plan.fetch is not None and self.state is State.PLANNED:
+            self._fetch(plan, plan.fetch, now_s)
+        else:
+            self._open_plan(plan, now_s)
+
+    def _fetch(self, plan: PairPlan, fetch: Fetch, now_s: float) -> None:
+        """Have the prefill worker take what another one holds, before anything is computed."""
+        self._move(Move.FETCH)
+        self._fetching = plan
+        transfer = self._new_transfer()
+        self._open(LegKind.SHARE, fetch.holder, transfer, None, now_s, num_tokens=fetch.num_tokens)
+        self._open(LegKind.FETCH, plan.prefill, transfer, fetch.holder, now_s, num_tokens=fetch.num_tokens)
+        self._set_due(now_s + self._limits.fetch_s)
+
+    def _fetched(self, outcome: str, now_s: float) -> None:
+        """The prefix is there, or it will be computed: either way the request goes on."""
+        plan, self._fetching = self._fetching, None
+        assert plan is not None
+        self.stats.fetches.append(outcome)
+        for number, leg in self._legs.items():
+            # A holder whose pages were taken ends by itself a moment later.
+            if leg.is_open and outcome != "fetched":
+                self._actions.append(AbortLeg(number))
+        self._legs.clear()
+        self._open_plan(plan, now_s)
+
+    def _prefix_said(self, number: int, leg: _Leg, report: LegReport, now_s: float) -> None:
+        if report.finished is None and report.failed is None:
+            return
+        leg.is_open = False
+        self._actions.append(CloseLeg(number))
+        if report.failed is not None:
+            self._fetched("failed", now_s)
+        elif leg.kind is LegKind.FETCH:
+            self._fetched("fetched", now_s)
+
+    def _open_plan(self, plan: Plan, now_s: float) -> None:
+        self._move(Move.PLACED)
         self._base = len(self.emitted)
         transfer = self._new_transfer()
         if isinstance(plan, PairPlan):
@@ -482,10 +539,19 @@ class Journey:
         self._set_due(now_s + self._limits.reserve_s)
 
     def _open(
-        self, kind: LegKind, worker: WorkerRef, transfer: TransferId, holder: WorkerRef | None, now_s: float
+        self,
+        kind: LegKind,
+        worker: WorkerRef,
+        transfer: TransferId,
+        holder: WorkerRef | None,
+        now_s: float,
+        *,
+        num_tokens: int | None = None,
     ) -> None:
+        """`num_tokens`: of the prompt only so many, and none of what was generated: a prefix."""
         number = self._new_leg()
         self._legs[number] = _Leg(kind, worker)
+        whole = num_tokens is None
         self._actions.append(
             OpenLeg(
                 leg=number,
@@ -494,10 +560,10 @@ class Journey:
                 attempt=self.attempt,
                 transfer_id=transfer,
                 holder=holder,
-                prompt=(*self.prompt, *self.emitted),
-                num_output_tokens=len(self.emitted),
-                sampling=self._remaining_sampling(),
-                seeds=tuple(choice.seed for choice in self._choices) if self.num_choices > 1 else (),
+                prompt=(*self.prompt, *self.emitted) if whole else self.prompt[:num_tokens],
+                num_output_tokens=len(self.emitted) if whole else 0,
+                sampling=self._remaining_sampling() if whole else SamplingParams(max_tokens=1),
+                seeds=tuple(choice.seed for choice in self._choices) if whole and self.num_choices > 1 else (),
                 timeout_s=max(self._deadline_s - now_s - 0.05, 0.05),
             )
         )
@@ -520,6 +586,9 @@ class Journey:
         report = event.report
         if leg is None:
             self.stats.stale_tokens += len(report.tokens)
+            return
+        if leg.kind in PREFIX_LEGS:
+            self._prefix_said(event.leg, leg, report, now_s)
             return
         if report.reserved_tokens is not None and leg.kind is not LegKind.PREFILL:
             self._move(Move.RESERVED)
@@ -691,7 +760,10 @@ class Journey:
             return
         leg.is_open = False
         self._actions.append(CloseLeg(event.leg))
-        self._leg_failed(leg, event.error, now_s)
+        if leg.kind in PREFIX_LEGS:
+            self._fetched("failed", now_s)
+        else:
+            self._leg_failed(leg, event.error, now_s)
 
     def _leg_failed(self, leg: _Leg, error: HeadraceError, now_s: float) -> None:
         """One leg ended badly: ignore, try again, resume, or give up."""
@@ -783,6 +855,8 @@ class Journey:
             self._end(Move.CANCEL, error=DeadlineExceeded("the request's deadline has passed"))
         elif now_s < self._due_s:
             return
+        elif self._fetching is not None:
+            self._fetched("late", now_s)
         elif not self._legs:
             error = QueueFull("no worker had room in time") if event.can_serve else NoWorkers("no worker is ready")
             self._end(Move.SHED, error=error)

@@ -51,6 +51,9 @@ class RouterMetrics:
         self.migrations = counter("migrations", "Streams resumed on other workers", "reason")
         self.stale = counter("stale_tokens", "Tokens dropped as doubles or late")
         self.cancellations = counter("request_cancellations", "Sequences ended by their client", "phase")
+        self.fetches = counter(
+            "prefix_fetches", "Prefixes wanted from another worker's cache, by how it went", "outcome"
+        )
         self.decisions = counter(
             "router_decisions", "Placements by why, by how the index stood and by path", "reason", "mode", "path"
         )

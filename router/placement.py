@@ -32,6 +32,8 @@ SEQUENCE_TOKENS = 32
 """What one more sequence in a decode batch costs all others, as tokens of prefill."""
 SHIP_TOKENS = 4
 """What one block costs to ship: a 64th of computing it, the link of a slow machine."""
+FETCH_TOKENS = 128
+"""What fetching a prefix costs before its first block has come, as tokens of prefill."""
 PREFILL_LEG_TOKENS = 1
 """A leg whose prompt is computed still occupies its worker a little; decides among idle ones."""
 PRIOR_S_PER_TOKEN = 1e-3
@@ -56,11 +58,22 @@ class WorkerRef:
 
 
 @dataclass(frozen=True)
+class Fetch:
+    """A prefix that another worker's cache holds."""
+
+    holder: WorkerRef
+    num_tokens: int
+    """Up to a border with a check-point there."""
+
+
+@dataclass(frozen=True)
 class PairPlan:
     """Prefill here, decode there."""
 
     prefill: WorkerRef
     decode: WorkerRef
+    fetch: Fetch | None = None
+    """What the prefill worker takes from another one first, instead of computing it."""
 
     @property
     def workers(self) -> str:
@@ -100,6 +113,8 @@ class Reason(Enum):
     """The decode worker holds so much of the prompt that it computes the rest itself."""
     HIT = "hit"
     """The worker that computes holds a part of the prompt."""
+    FETCH = "fetch"
+    """Another worker holds a part of the prompt, which goes to the one that computes."""
     SPREAD = "spread"
     """Another holds a block or more beyond, but would have been dearer."""
     LOAD = "load"
@@ -212,11 +227,16 @@ class Worker:
 class _Share:
     """What one worker would have to do with a prompt."""
 
+    num_tokens: int
+    """Of the prompt."""
     computed_tokens: int
     """If it computes."""
     lacking_blocks: int
     """If it decodes only."""
     state: IndexState
+    border_tokens: int
+    """Up to the last check-point of what is here: what another worker could take. 0 unless it is certain."""
+    held_blocks: int
 
     def cost_here(self, worker: Worker) -> int:
         return worker.queued_tokens + COMPUTE_WEIGHT * self.computed_tokens
@@ -225,15 +245,18 @@ class _Share:
 class Placement:
     """The table of workers and the choice among them."""
 
-    def __init__(self, seed: int | None = None, *, local_prefill_tokens: int = 0) -> None:
+    def __init__(self, seed: int | None = None, *, local_prefill_tokens: int = 0, fetch_min_tokens: int = 0) -> None:
         """
         Args:
             local_prefill_tokens: a decode worker that holds a part of a prompt and would compute at most this much of
                 it may do so; 0: never.
+            fetch_min_tokens: a prefill worker takes a prefix from another one's cache if that spares it at least so
+                many tokens; 0: never.
         """
         self._workers: dict[str, Worker] = {}
         self._random = random.Random(seed)
         self._local_prefill_tokens = local_prefill_tokens
+        self._fetch_min_tokens = fetch_min_tokens
 
     @property
     def workers(self) -> list[Worker]:
@@ -348,6 +371,7 @@ class Placement:
         if not decodes:
             return None
         shares = {worker.ref.address: self._share(worker, want, now_s) for worker in workers}
+        fetches = {worker.ref.address: self._fetch(worker, workers, shares) for worker in workers}
         options: list[tuple[int, float, Plan, Worker]] = []
         for decode in decodes:
             share = shares[decode.ref.address]
@@ -358,24 +382,48 @@ class Placement:
                 same = prefill.description.fingerprint == decode.description.fingerprint
                 if prefill is decode or prefill.description.role is Role.DECODE or not same:
                     continue
+                fetch = fetches[prefill.ref.address]
                 cost = (
                     shares[prefill.ref.address].cost_here(prefill)
+                    - (fetch[0] if fetch is not None else 0)
                     + PREFILL_LEG_TOKENS * prefill.own_legs
                     + SHIP_TOKENS * share.lacking_blocks
                     + decode.decode_tokens
                 )
-                options.append((cost, self._random.random(), PairPlan(prefill.ref, decode.ref), prefill))
+                pair = PairPlan(prefill.ref, decode.ref, fetch[1] if fetch is not None else None)
+                options.append((cost, self._random.random(), pair, prefill))
         if not options:
             return None
         _, _, plan, computing = min(options, key=_by_cost)
         share = shares[computing.ref.address]
+        computed_tokens = share.computed_tokens
+        if isinstance(plan, PairPlan) and plan.fetch is not None:
+            computed_tokens = want.num_tokens - plan.fetch.num_tokens
         return Decision(
             plan=plan,
             reason=self._reason(workers, shares, plan, computing, want),
             state=share.state,
-            hit_tokens=want.num_tokens - share.computed_tokens,
-            computed_tokens=share.computed_tokens,
+            hit_tokens=want.num_tokens - computed_tokens,
+            computed_tokens=computed_tokens,
         )
+
+    def _fetch(self, worker: Worker, workers: list[Worker], shares: dict[str, _Share]) -> tuple[int, Fetch] | None:
+        """The prefix that this worker had better take from another one than compute; and what that spares."""
+        if not self._fetch_min_tokens or worker.description.role is Role.DECODE:
+            return None
+        own = shares[worker.ref.address]
+        fingerprint = worker.description.fingerprint
+        others = [other for other in workers if other is not worker and other.description.fingerprint == fingerprint]
+        best = max(others, key=lambda other: shares[other.ref.address].border_tokens, default=None)
+        if best is None:
+            return None
+        border_tokens = shares[best.ref.address].border_tokens
+        spared = own.computed_tokens - (own.num_tokens - border_tokens)
+        if spared < self._fetch_min_tokens:
+            return None
+        ship_tokens = SHIP_TOKENS * max(border_tokens // BLOCK_TOKENS - own.held_blocks, 0)
+        gain = COMPUTE_WEIGHT * spared - ship_tokens - FETCH_TOKENS
+        return (gain, Fetch(best.ref, border_tokens)) if gain > 0 else None
 
     def _share(self, worker: Worker, want: Want, now_s: float) -> _Share:
         """What a hit spares: one token is always computed, and the window behind it must be there or be redone."""
@@ -386,7 +434,15 @@ class Placement:
         )
         start = max(hit.checkpoint * BLOCK_TOKENS, hit.blocks * BLOCK_TOKENS - replay_tokens)
         lacking = -(-want.num_tokens // BLOCK_TOKENS) - int(hit.blocks * hit.credit)
-        return _Share(want.num_tokens - int(start * hit.credit), lacking, hit.state)
+        certain = hit.credit == 1.0 and hit.checkpoint <= hit.confirmed
+        return _Share(
+            num_tokens=want.num_tokens,
+            computed_tokens=want.num_tokens - int(start * hit.credit),
+            lacking_blocks=lacking,
+            state=hit.state,
+            border_tokens=hit.checkpoint * BLOCK_TOKENS if certain else 0,
+            held_blocks=hit.blocks,
+        )
 
     def _may_compute(self, decode: Worker, share: _Share, want: Want) -> bool:
         """A worker of both roles always; a decode worker only what is short, and goes on from what it holds."""
@@ -400,6 +456,8 @@ class Placement:
         computed_tokens = shares[computing.ref.address].computed_tokens
         if isinstance(plan, LocalPlan) and computing.description.role is Role.DECODE:
             return Reason.LOCAL
+        if isinstance(plan, PairPlan) and plan.fetch is not None:
+            return Reason.FETCH
         least = min(
             shares[worker.ref.address].computed_tokens
             for worker in workers

@@ -100,6 +100,8 @@ class Hit:
     """The last border of them with a check-point; 0, the beginning, needs none."""
     credit: float
     state: IndexState
+    confirmed: int = 0
+    """Blocks that the worker itself has told of; the others are expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,14 +273,14 @@ class PrefixIndex:
         if not credit:
             return Hit(0, 0, credit, self.state)
         end = min(max_blocks, len(chain))
-        blocks = self._held_run(chain, end)
+        blocks = confirmed = self._held_run(chain, end)
         while blocks < end and self._checkpoint_after(chain[blocks], now_s) is not None:
             blocks += 1
         checkpoint = blocks
         lowest = 0 if depth is None else max(blocks - depth, 0)
         while checkpoint > lowest and not self._checkpoint_after(chain[checkpoint - 1], now_s):
             checkpoint -= 1
-        return Hit(blocks, checkpoint if checkpoint > lowest else 0, credit, self.state)
+        return Hit(blocks, checkpoint if checkpoint > lowest else 0, credit, self.state, confirmed)
 
     def _held_run(self, chain: Sequence[BlockHash], end: int) -> int:
         """By halves: a worker that holds a block holds all before it, after every change."""

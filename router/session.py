@@ -53,6 +53,8 @@ _KINDS = {
     LegKind.GENERATE: pb.LEG_KIND_GENERATE,
     LegKind.PREFILL: pb.LEG_KIND_PREFILL,
     LegKind.LOCAL: pb.LEG_KIND_LOCAL,
+    LegKind.SHARE: pb.LEG_KIND_SHARE,
+    LegKind.FETCH: pb.LEG_KIND_FETCH,
 }
 
 

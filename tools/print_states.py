@@ -12,6 +12,8 @@ TABLES = (
     ("A PREFILL leg", "headrace.prefill.legs", "NEXT"),
     ("A GENERATE leg", "headrace.decode.legs", "GENERATE_NEXT"),
     ("A LOCAL leg", "headrace.decode.legs", "LOCAL_NEXT"),
+    ("A SHARE leg", "headrace.worker.prefix_legs", "SHARE_NEXT"),
+    ("A FETCH leg", "headrace.worker.prefix_legs", "FETCH_NEXT"),
     ("The holder's side of a transfer", "headrace.transfer.holder", "NEXT"),
     ("The taker's side of a transfer", "headrace.transfer.taker", "NEXT"),
     ("A send buffer", "headrace.transfer.buffers", "SEND_NEXT"),

@@ -202,7 +202,7 @@ class Desk:
         return None
 
     def _side(self, kind: engine.LegKind) -> dict[TransferId, int]:
-        return self._holding if kind is engine.LegKind.PREFILL else self._taking
+        return self._holding if kind in (engine.LegKind.PREFILL, engine.LegKind.SHARE) else self._taking
 
     def _tell(self, seat: _Seat, event: LegEvent, now_s: float) -> None:
         self._settle(seat, seat.leg.handle(event, now_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..core.blocks import BLOCK_TOKENS
 from ..core.errors import PromptTooLong, RequestError
 from ..core.ids import Incarnation, TransferId, WorkerId
 from ..core.sampling import SamplingParams
@@ -21,6 +22,8 @@ _KINDS = {
     pb.LEG_KIND_GENERATE: LegKind.GENERATE,
     pb.LEG_KIND_PREFILL: LegKind.PREFILL,
     pb.LEG_KIND_LOCAL: LegKind.LOCAL,
+    pb.LEG_KIND_SHARE: LegKind.SHARE,
+    pb.LEG_KIND_FETCH: LegKind.FETCH,
 }
 
 
@@ -54,6 +57,8 @@ class Intake:
         sampling = sampling_from_message(submit.sampling)
         self._check_tokens(prompt, submit.num_output_tokens, sampling)
         needs_transfer = kind is not LegKind.LOCAL
+        if kind in (LegKind.SHARE, LegKind.FETCH) and len(prompt) % BLOCK_TOKENS:
+            raise RequestError("a shared prefix ends at a border between blocks", param="prompt")
         if needs_transfer and len(submit.transfer_id) != TRANSFER_ID_BYTES:
             raise RequestError(f"transfer_id has {len(submit.transfer_id)} bytes, not 16", param="transfer_id")
         return LegOrder(
@@ -67,7 +72,7 @@ class Intake:
             priority=submit.priority,
             timeout_s=min(submit.timeout_s or MAX_TIMEOUT_S, MAX_TIMEOUT_S),
             transfer_id=TransferId(submit.transfer_id) if needs_transfer else None,
-            holder=self._holder(submit.holder) if kind is LegKind.GENERATE else None,
+            holder=self._holder(submit.holder) if kind.lands else None,
             seeds=seeds_from_message(submit),
         )
 
@@ -96,7 +101,7 @@ class Intake:
                 raise RequestError(f"{name} asks for more tokens than there are", param=name)
 
     def _holder(self, endpoint: pb.Endpoint) -> Holder:
-        """The holder of a GENERATE leg; never this worker itself, whose legs are LOCAL then."""
+        """The holder of a GENERATE or FETCH leg; never this worker itself, whose legs are LOCAL then."""
         if not endpoint.worker_id or len(endpoint.worker_id) > MAX_NAME_CHARS or endpoint.incarnation == 0:
             raise RequestError("holder names no worker", param="holder")
         if endpoint.worker_id == self.worker_id:

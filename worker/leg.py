@@ -46,9 +46,9 @@ class LegOrder:
     priority: int
     timeout_s: float
     transfer_id: TransferId | None = None
-    """PREFILL and GENERATE."""
+    """All kinds but LOCAL."""
     holder: Holder | None = None
-    """GENERATE."""
+    """GENERATE and FETCH."""
     seeds: tuple[int, ...] = ()
     """One choice for each; empty: one choice with the sampling's seed."""
 

@@ -113,6 +113,9 @@ class WorkerMetrics:
                 self._sources.labels("computed").inc(len(order.prompt) - cached_tokens)
             case SaidReserved(held_tokens) if order.kind is LegKind.GENERATE:
                 self._looked_up(order, held_tokens)
+            case SaidTransferred(stats) if order.kind is LegKind.FETCH:
+                # The prompt's own leg says where its tokens came from.
+                self.transferred("in", stats)
             case SaidTransferred(stats, _, held_tokens):
                 self.transferred("in", stats)
                 self._sources.labels("local").inc(held_tokens)

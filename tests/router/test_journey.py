@@ -8,7 +8,7 @@ import pytest
 from headrace.core import errors
 from headrace.core.sampling import FinishReason, SamplingParams
 from headrace.router import journey as j
-from headrace.router.placement import LocalPlan, PairPlan, WorkerRef
+from headrace.router.placement import Fetch, LocalPlan, PairPlan, WorkerRef
 
 P1, P2 = (WorkerRef(f"p{i}:1", f"prefill-{i}", i, f"p{i}:2") for i in (1, 2))
 D1, D2 = (WorkerRef(f"d{i}:1", f"decode-{i}", 10 + i, f"d{i}:2") for i in (1, 2))
@@ -156,6 +156,82 @@ def test_stop_token_id_is_named():
     _, prefill = place(journey)
     end = of_kind(journey.handle(said(prefill, tokens((0, 2))), 0.1), j.End)[0]
     assert end.stop_token_id == 2
+
+
+# ---- fetching a prefix ----
+
+FETCHED = PairPlan(P1, D1, Fetch(P2, 2))
+
+
+def begin_fetch(journey, now_s=0.0):
+    """(share leg, fetch leg)"""
+    actions = journey.handle(j.Placed(FETCHED), now_s)
+    return opened(actions, j.LegKind.SHARE), opened(actions, j.LegKind.FETCH)
+
+
+def test_prefix_is_fetched_before_the_pair_opens():
+    """One transfer of its own between its holder and the prefill worker; then all goes as ever."""
+    journey = make_journey(max_tokens=2)
+    journey.start(0.0)
+    share, fetch = begin_fetch(journey)
+    assert journey.state is j.State.FETCHING
+    assert (share.worker, fetch.worker, fetch.holder) == (P2, P1, P2)
+    assert share.prompt == fetch.prompt == (7, 8)
+    assert share.transfer_id == fetch.transfer_id
+    assert journey.handle(said(fetch, j.LegReport(reserved_tokens=0)), 0.1) == []
+    actions = journey.handle(said(fetch, j.LegReport(finished=j.LegFinished(None))), 0.2)
+    assert of_kind(actions, j.AbortLeg) == []
+    assert opened(actions, j.LegKind.PREFILL).prompt == (7, 8, 9)
+    assert journey.state is j.State.RESERVING
+    assert journey.stats.fetches == ["fetched"]
+    # The holder hears of it later than the prefill begins.
+    assert journey.handle(said(share, j.LegReport(finished=j.LegFinished(None))), 0.3) == []
+    generate, prefill = (opened(actions, kind) for kind in (j.LegKind.GENERATE, j.LegKind.PREFILL))
+    assert delivered(journey.handle(said(prefill, tokens((0, 50))), 0.4)) == [50]
+    assert delivered(journey.handle(said(generate, tokens((1, 51))), 0.5)) == [51]
+    assert journey.state is j.State.DONE
+
+
+@pytest.mark.parametrize("how", ["share fails", "fetch fails", "share lost", "fetch lost", "late"])
+def test_prefix_that_does_not_come_is_computed(how):
+    """It costs no attempt, and what is left of the two legs is aborted."""
+    journey = make_journey()
+    journey.start(0.0)
+    legs = dict(zip(("share", "fetch"), begin_fetch(journey), strict=True))
+    leg = legs.get(how.split()[0])
+    if how == "late":
+        actions = journey.handle(j.Timer(), journey.due_s)
+    elif how.endswith("lost"):
+        actions = journey.handle(j.LegLost(leg.leg, errors.PeerLost("gone")), 0.1)
+    else:
+        actions = journey.handle(fail(leg, errors.TransferFailed("not kept here")), 0.1)
+    others = {other.leg for other in legs.values() if other is not leg}
+    assert {action.leg for action in of_kind(actions, j.AbortLeg)} == others
+    assert opened(actions, j.LegKind.PREFILL).worker == P1
+    assert journey.attempt == 0
+    assert journey.stats.fetches == ["late" if how == "late" else "failed"]
+
+
+def test_cancel_while_fetching_aborts_both():
+    """The client may leave at any time."""
+    journey = make_journey()
+    journey.start(0.0)
+    share, fetch = begin_fetch(journey)
+    actions = journey.handle(j.Cancel(), 0.1)
+    assert {action.leg for action in of_kind(actions, j.AbortLeg)} == {share.leg, fetch.leg}
+    assert of_kind(actions, j.End)[0].state is j.State.CANCELLED
+
+
+def test_resumed_stream_does_not_fetch():
+    """Its user waits in mid-sentence: it goes on at once."""
+    journey = make_journey()
+    journey.start(0.0)
+    generate, prefill = place(journey)
+    journey.handle(said(prefill, tokens((0, 50))), 0.1)
+    journey.handle(j.LegLost(generate.leg, errors.PeerLost("gone")), 0.2)
+    assert journey.state is j.State.MIGRATING
+    actions = journey.handle(j.Placed(FETCHED), 0.3)
+    assert {action.kind for action in of_kind(actions, j.OpenLeg)} == {j.LegKind.GENERATE, j.LegKind.PREFILL}
 
 
 def test_local_plan_has_one_leg():

@@ -19,8 +19,8 @@ REPLAY_TOKENS = 4 * BLOCK_TOKENS
 class Table(Placement):
     """Three prefill and three decode workers whose caches a test fills."""
 
-    def __init__(self, *, local_prefill_tokens=512, seed=5, num=3):
-        super().__init__(seed, local_prefill_tokens=local_prefill_tokens)
+    def __init__(self, *, local_prefill_tokens=512, fetch_min_tokens=0, seed=5, num=3):
+        super().__init__(seed, local_prefill_tokens=local_prefill_tokens, fetch_min_tokens=fetch_min_tokens)
         for role in (Role.PREFILL, Role.DECODE):
             for number in range(num):
                 self.start(f"{role.value[0]}{number}", role)
@@ -218,3 +218,61 @@ def test_chains_are_those_of_the_whole_prompt(rng: random.Random):
         assert part.extended(tokens).of(b"f") == whole.of(b"f")[: length // 256 + MAX_ADDED_BLOCKS]
     assert is_short(16 * 256, 1)
     assert not is_short(16 * 256, 2)
+
+
+# ---- fetching ----
+
+
+def test_busy_holder_gives_its_prefix_to_another():
+    """Instead of computing it again elsewhere; the decision says what is computed then."""
+    table = Table(fetch_min_tokens=512)
+    table.fill("p1", 8, 8)
+    table.opened("p1:1", 2600)
+    decision = table.choose()
+    assert names(decision)[0] != "p1"
+    assert decision.reason is Reason.FETCH
+    assert decision.plan.fetch.holder.worker_id == "p1"
+    assert decision.plan.fetch.num_tokens == 8 * 256
+    assert (decision.hit_tokens, decision.computed_tokens) == (8 * 256, 2 * 256 + 100)
+
+
+def test_idle_holder_computes_itself():
+    """A fetch costs something."""
+    table = Table(fetch_min_tokens=512)
+    table.fill("p1", 8, 8)
+    decision = table.choose()
+    assert names(decision)[0] == "p1"
+    assert decision.plan.fetch is None
+
+
+def test_decode_worker_gives_what_no_prefill_worker_has():
+    """The answer's blocks, when too much is new for it to compute alone."""
+    table = Table(fetch_min_tokens=512)
+    table.fill("d1", 6, 6)
+    decision = table.choose()
+    assert decision.plan.fetch.holder.worker_id == "d1"
+    assert names(decision)[1] == "d1"
+
+
+@pytest.mark.parametrize(
+    ("least", "num_blocks", "checkpoints"),
+    [(0, 8, (8,)), (8 * 256 + 1, 8, (8,)), (512, 1, (1,)), (512, 8, ())],
+    ids=["never", "too little is spared", "a block", "no check-point"],
+)
+def test_what_is_not_worth_it_is_not_fetched(least, num_blocks, checkpoints):
+    """By the setting, by length, and without a check-point there is nothing to go on from."""
+    table = Table(fetch_min_tokens=least)
+    table.fill("d1", num_blocks, *checkpoints)
+    assert table.choose().plan.fetch is None
+
+
+def test_only_what_the_holder_itself_told_of_is_fetched():
+    """Blocks that are merely expected may not be there yet, and a gap in the events makes all doubtful."""
+    table = Table(fetch_min_tokens=512, local_prefill_tokens=0)
+    chains = hash_prompt(PROMPT, table.fingerprints, "")
+    table.predict("d1:1", 5, chains, computes=True, now_s=0.0)
+    assert table.choose().plan.fetch is None
+    table = Table(fetch_min_tokens=512, local_prefill_tokens=0)
+    table.fill("d1", 8, 8)
+    table.index("d1").broken(0.0)
+    assert table.choose().plan.fetch is None

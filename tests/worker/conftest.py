@@ -31,7 +31,7 @@ def build_order(kind: LegKind, number: int = 1, **changes: Any) -> LegOrder:
         "timeout_s": 60.0,
         "transfer_id": None if kind is LegKind.LOCAL else TransferId(number.to_bytes(16, "big")),
         "holder": Holder(worker_id=WorkerId("prefill-0"), incarnation=Incarnation(9), address="127.0.0.1:7101")
-        if kind is LegKind.GENERATE
+        if kind.lands
         else None,
     }
     return LegOrder(**{**fields, **changes})

@@ -16,12 +16,15 @@ from headrace.engine.api import LegKind
 from headrace.kvcache.sequence import SequencePages
 from headrace.prefill import legs as prefill
 from headrace.transfer import api as transfer
+from headrace.worker import prefix_legs
 from headrace.worker.leg import RELEASE_S, RESERVE_S, ChoiceFinished, Failed, Finished, SaidToken, SaidTransferred
 
 TABLES = {
     "prefill": (prefill.NEXT, prefill.Phase, prefill.Event),
     "generate": (decode.GENERATE_NEXT, decode.Phase, decode.Event),
     "local": (decode.LOCAL_NEXT, decode.Phase, decode.Event),
+    "share": (prefix_legs.SHARE_NEXT, prefix_legs.Phase, prefix_legs.Event),
+    "fetch": (prefix_legs.FETCH_NEXT, prefix_legs.Phase, prefix_legs.Event),
 }
 
 PAGES = SequencePages(history=(4, 5, 6), window=((7, 1), (8, 2), (9, 3)), state_row=2)
@@ -492,3 +495,79 @@ def test_choices_that_their_first_tokens_ended_are_all_told(walk: Callable[..., 
         Finished(FinishReason.LENGTH, choice=2),
     ]
     assert leg.rig.desk.num_legs == 0
+
+
+# ---- prefixes ----
+
+
+def test_share_offers_at_once_and_serves_when_pinned_and_wanted(walk: Callable[..., Walk]) -> None:
+    """Credits and pull in either order; pages go back when they were taken, and only then."""
+    for order in (("reserved", "wanted"), ("wanted", "reserved")):
+        share = walk(LegKind.SHARE)
+        steps = {
+            "reserved": lambda share=share: share.engine(engine.Reserved(share.key, 512, PAGES)),
+            "wanted": lambda share=share: share.transfer(transfer.Wanted(share.order.transfer_id, 0)),
+        }
+        steps[order[0]]()
+        assert share.rig.took() == ([], [])
+        steps[order[1]]()
+        assert share.rig.took() == ([engine.Start(share.key)], [])
+        share.engine(engine.Started(share.key, 512), done(share.key))
+        _, (final, finished) = share.rig.took()
+        assert final.num_blocks == 600 // 256
+        assert (finished.cached, finished.computed, finished.ended) == (600, 0, False)
+        assert not share.rig.ear.terminals(1)
+        share.transfer(transfer.Ended(share.order.transfer_id, transfer.Outcome.TAKEN, "taken", STATS))
+        assert share.rig.took() == ([engine.Release(share.key)], [])
+        assert share.words == [Finished(None, None)]
+
+
+def test_share_that_the_cache_refuses_withdraws_its_offer(walk: Callable[..., Walk]) -> None:
+    """The taker hears of it at once, and nothing is released that was never taken."""
+    share = walk(LegKind.SHARE)
+    share.engine(engine.Refused(share.key, TransferFailed("not kept here")))
+    assert share.rig.took() == ([], [transfer.Withdraw(share.order.transfer_id, "over")])
+    assert isinstance(share.words[-1], Failed)
+    share.transfer(transfer.Ended(share.order.transfer_id, transfer.Outcome.ENDED, "withdrawn", STATS))
+    assert share.rig.took() == ([], [])
+
+
+def test_fetch_pulls_what_it_lacks_and_stores_it(walk: Callable[..., Walk]) -> None:
+    """Stored before it is told, so that the next leg finds it."""
+    fetch = walk(LegKind.FETCH)
+    fetch.engine(engine.Reserved(fetch.key, 256, PAGES))
+    _, (_, pull) = fetch.rig.took()
+    assert (pull.held_blocks, pull.length, pull.pages) == (1, 600, PAGES)
+    fetch.transfer(transfer.Arrived(fetch.order.transfer_id, 0, 0, 0, 600, STATS))
+    assert fetch.rig.took() == ([engine.Store(fetch.key)], [])
+    assert [type(word) for word in fetch.words[1:]] == [SaidTransferred, Finished]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_fetch_aborted_keeps_its_pages_until_the_pull_answers(walk: Callable[..., Walk], early: bool) -> None:
+    """A scatter may still write them; before the pull there is none."""
+    fetch = walk(LegKind.FETCH)
+    if not early:
+        fetch.engine(engine.Reserved(fetch.key, 0, PAGES))
+        fetch.rig.took()
+    fetch.rig.desk.abort(fetch.rig.ear, 1, Cancelled("over"), 2.0)
+    commands, transfers = fetch.rig.took()
+    assert commands[0] == engine.AbortSequence(fetch.key)
+    assert (engine.Release(fetch.key) in commands) is early
+    assert isinstance(fetch.words[-1], Failed)
+    if early:
+        return
+    assert transfers == [transfer.CancelPull(fetch.order.transfer_id, "over")]
+    fetch.engine(engine.SequenceFailed(fetch.key, Cancelled("aborted")))
+    fetch.transfer(transfer.PullFailed(fetch.order.transfer_id, Cancelled("over"), STATS))
+    assert fetch.rig.took() == ([engine.Release(fetch.key)], [])
+
+
+def test_fetch_that_fails_says_why(walk: Callable[..., Walk]) -> None:
+    """The prefix is computed then; that is the router's business."""
+    fetch = walk(LegKind.FETCH)
+    fetch.engine(engine.Reserved(fetch.key, 0, PAGES))
+    fetch.rig.took()
+    fetch.transfer(transfer.PullFailed(fetch.order.transfer_id, TransferFailed("stale"), STATS))
+    assert fetch.rig.took() == ([engine.AbortSequence(fetch.key), engine.Release(fetch.key)], [])
+    assert fetch.words[-1].error.reason == "transfer_failed"
