@@ -181,6 +181,7 @@ class MemoryNetwork:
     def _end(self, read: _Read, state: ReadState) -> None:
         if read.state is ReadState.PROC:
             read.state = state
+            read.reader.num_ended += 1
             self._open.pop(read.handle, None)
 
     def send_note(self, sender: str, read: _Read) -> None:
@@ -204,12 +205,19 @@ class MemoryDriver:
         self._reads: dict[ReadHandle, _Read] = {}
         self._regions: tuple[Region, Region] | None = None
         self.inbox: list[tuple[str, bytes]] = []
+        self.num_ended = 0
+        """READs whose end was not polled yet."""
         self.alive = True
         self.stopped = False
 
     @property
     def agent_name(self) -> str:
         return self._name
+
+    @property
+    def has_news(self) -> bool:
+        """A poll would find something."""
+        return self.num_ended > 0 or bool(self.inbox)
 
     def register(self, *, send: Region, landing: Region) -> None:
         assert self._regions is None
@@ -254,6 +262,7 @@ class MemoryDriver:
             read = self._reads[handle]
             if read.state is not ReadState.PROC:
                 del self._reads[handle]
+                self.num_ended -= 1
             if read.state is ReadState.DONE:
                 self._network.send_note(self._name, read)
             return read.state

@@ -27,6 +27,7 @@ from .api import (
     BlocksFinal,
     CancelPull,
     CloseLink,
+    Command,
     Dial,
     Ended,
     LinkClosed,
@@ -56,6 +57,8 @@ from .plain_cache import PlainGeometry, PlainMover, PlainPages
 POISON = 0xFF
 MAX_TURNS = 1000
 """Turns without any time passing; a healthy world needs a few."""
+WHOLE_CHECK = 64
+"""How many checks to one that looks at every node, touched or not."""
 
 
 class Broken(AssertionError):
@@ -148,6 +151,8 @@ class Journey:
     length: int
     held_blocks: int
     truth: bytes
+    settled: bytes
+    """What its pages must hold after its end."""
     source: _Pages
     target: _Pages
     ended: bool
@@ -184,7 +189,6 @@ class _Worker:
         self.world = world
         self.life = 0
         self.stopped = False
-        self.alive = True
         self.waiting: list[Callable[[], None]] = []
         self.copies: list[Copy] = []
         self.start()
@@ -192,7 +196,7 @@ class _Worker:
     def start(self) -> None:
         world = self.world
         self.life += 1
-        self.alive, self.stopped = True, False
+        self.stopped = False
         self.waiting, self.copies = [], []
         self.agent_name = f"{self.name}.{self.life}"
         self.node = TransferNode(
@@ -210,7 +214,21 @@ class _Worker:
             rng=random.Random(world.rng.random()),
             defer=self.defer,
         )
-        world.watch(self)
+        self.due_s: float | None = None
+        self.driver = world.watch(self)
+
+    def handle(self, command: Command) -> None:
+        """All that a node is told comes through here, `step` and `copy`: whatever it changes is checked afterwards."""
+        self.world.touched.append(self)
+        self.node.handle(command, self.world.now_s)
+
+    def step(self) -> None:
+        self.world.touched.append(self)
+        self.node.step(self.world.now_s)
+
+    def copy(self, copy: Copy) -> None:
+        self.world.touched.append(self)
+        self.node.run_copy(copy, self.world.now_s)
 
     @property
     def incarnation(self) -> int:
@@ -220,7 +238,7 @@ class _Worker:
         lo, hi = self.world.faults.copy_s
         if hi == 0.0:
             return False
-        self.world.at(self.world.rng.uniform(lo, hi), self.mine(lambda: self.node.run_copy(copy, self.world.now_s)))
+        self.world.at(self.world.rng.uniform(lo, hi), self.mine(lambda: self.copy(copy)))
         return True
 
     def mine(self, act: Callable[[], None]) -> Callable[[], None]:
@@ -228,7 +246,7 @@ class _Worker:
         life = self.life
 
         def run() -> None:
-            if self.life != life or not self.alive:
+            if self.life != life:
                 return
             if self.stopped:
                 self.waiting.append(run)
@@ -284,6 +302,8 @@ class World:
         self.link_ids = itertools.count(1)
         self.journeys: dict[TransferId, Journey] = {}
         self.num_checks = 0
+        self.touched: list[_Worker] = []
+        """Workers whose nodes were told something since the last check."""
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._streams: dict[tuple[WorkerId, int], _Stream] = {}
@@ -357,23 +377,21 @@ class World:
         if network_s is not None:
             due.append(network_s)
         for worker in self.workers.values():
-            if worker.alive and not worker.stopped:
-                node_s = worker.node.next_s()
-                if node_s is not None:
-                    due.append(node_s)
+            if worker.due_s is not None and not worker.stopped:
+                due.append(worker.due_s)
         return min(due, default=None)
 
     def _turn(self) -> None:
+        now_s = self.clock.now_s()
         self.network.run_due()
-        for _ in range(100_000):
-            if not self._heap or self._heap[0][0] > self.now_s:
-                break
+        while self._heap and self._heap[0][0] <= now_s:
             heapq.heappop(self._heap)[2]()
             self.check()
         for worker in self.workers.values():
-            if worker.alive and not worker.stopped:
-                worker.node.step(self.now_s)
-        self.check()
+            # A real thread polls all the time; here a step without news and without a deadline would change nothing.
+            if not worker.stopped and (worker.driver.has_news or (worker.due_s is not None and worker.due_s <= now_s)):
+                worker.step()
+                self.check()
 
     def heal(self) -> None:
         """No more faults; who is stopped resumes, who is dead has come back."""
@@ -479,7 +497,7 @@ class World:
         if isinstance(command, LinkMessage) and isinstance(command.message, Release):
             release = command.message
             self._frees.add((worker.agent_name, release.buffer, release.buffer_gen))
-        worker.node.handle(command, self.now_s)
+        worker.handle(command)
 
     # ---- transfers ----
 
@@ -501,6 +519,7 @@ class World:
             length=length,
             held_blocks=held_blocks,
             truth=truth,
+            settled=b"",
             source=source,
             target=target,
             ended=rng.random() < 0.05,
@@ -519,7 +538,7 @@ class World:
         holder = self.workers[journey.holder]
         journey.offered, journey.holder_life = True, holder.life
         offer = Offer(transfer_id=journey.transfer_id, attempt=1, length=journey.length, pages=journey.source)
-        holder.mine(lambda: holder.node.handle(offer, self.now_s))()
+        holder.mine(lambda: holder.handle(offer))()
 
     def _open(self, journey: Journey) -> None:
         holder, taker = self.workers[journey.holder], self.workers[journey.taker]
@@ -536,20 +555,20 @@ class World:
         )
 
         def act() -> None:
-            taker.node.handle(PeerFound(holder.name, "address"), self.now_s)
-            taker.node.handle(order, self.now_s)
+            taker.handle(PeerFound(holder.name, "address"))
+            taker.handle(order)
 
         taker.mine(act)()
 
     def _cancel(self, journey: Journey) -> None:
         taker = self.workers[journey.taker]
         if journey.opened and taker.life == journey.taker_life:
-            taker.mine(lambda: taker.node.handle(CancelPull(journey.transfer_id), self.now_s))()
+            taker.mine(lambda: taker.handle(CancelPull(journey.transfer_id)))()
 
     def _withdraw(self, journey: Journey) -> None:
         holder = self.workers[journey.holder]
         if journey.offered and holder.life == journey.holder_life:
-            holder.mine(lambda: holder.node.handle(Withdraw(journey.transfer_id, "aborted"), self.now_s))()
+            holder.mine(lambda: holder.handle(Withdraw(journey.transfer_id, "aborted")))()
 
     def _compute(self, journey: Journey, done_blocks: int) -> None:
         """One chunk of the prompt: a block's bytes are in the pages when it is said to be final, and not before."""
@@ -566,7 +585,7 @@ class World:
                 pages=journey.source,
                 computed_tokens=upto * BLOCK_TOKENS,
             )
-            holder.node.handle(news, self.now_s)
+            holder.handle(news)
             self.at(self.rng.uniform(0.001, 0.1), holder.mine(lambda: self._compute(journey, upto)))
             return
         journey.source.data[:] = journey.truth
@@ -580,7 +599,7 @@ class World:
             cached=0,
             ended=journey.ended,
         )
-        holder.node.handle(finished, self.now_s)
+        holder.handle(finished)
 
     def _fill(self, pages: _Pages, journey: Journey, first: int, end: int) -> None:
         for block in range(first, end):
@@ -609,7 +628,7 @@ class World:
 
                 def begin() -> None:
                     if journey.holder_end is None:
-                        worker.node.handle(scheduled, self.now_s)
+                        worker.handle(scheduled)
                         self._compute(journey, 0)
 
                 self.at(self.rng.uniform(0.0, 0.2), worker.mine(begin))
@@ -640,15 +659,17 @@ class World:
         if isinstance(event, Arrived):
             if bytes(journey.target.data) != journey.truth:
                 raise Broken("I2: admitted pages differ from the truth")
+            journey.settled = journey.truth
             # Decode owns the pages now: a scatter into them would be as wrong as one into freed pages.
             journey.target.freed = True
         else:
             journey.target.let_go()
+            journey.settled = bytes([POISON]) * len(journey.truth)
         self._settled.append(journey)
 
     # ---- checks ----
 
-    def watch(self, worker: _Worker) -> None:
+    def watch(self, worker: _Worker) -> MemoryDriver:
         """Hear of each note that arrives, to know which send buffers may be freed."""
         agent = worker.agent_name
         driver = self.network.find(agent)
@@ -665,6 +686,8 @@ class World:
 
         driver.notes = heard  # type: ignore[method-assign]
         self._announced[agent] = {}
+        self.touched.append(worker)
+        return driver
 
     def _on_write(self, reader: MemoryDriver, address: int, handle: ReadHandle, after_error: bool) -> None:
         worker = next((w for w in self.workers.values() if w.agent_name == reader.agent_name), None)
@@ -680,13 +703,23 @@ class World:
             raise Broken("I1: bytes of one READ land in the buffer of another")
 
     def check(self) -> None:
-        """Every rule that can be read off the state."""
+        """Every rule that can be read off the state, after each event, of the nodes that the event touched.
+
+        A node shares nothing with another: what one does reaches the next as an event of its own. That this is so is
+        checked as well: every now and then all nodes are looked at, and their deadlines with them.
+        """
         self.num_checks += 1
-        for worker in self.workers.values():
+        whole = self.num_checks % WHOLE_CHECK == 0
+        for worker in self.workers.values() if whole else self.touched:
             wrong = worker.node.audit()
             if wrong:
                 raise Broken(f"I8: {worker.name}: {'; '.join(wrong)}")
             self._check_frees(worker)
+            due_s = worker.node.next_s()
+            if due_s != worker.due_s and worker not in self.touched:
+                raise Broken(f"I8: {worker.name} has changed, yet nothing was said to it")
+            worker.due_s = due_s
+        self.touched.clear()
         for journey in self._settled[-3:]:
             self._check_settled(journey)
 
@@ -696,28 +729,25 @@ class World:
             self._check_settled(journey)
 
     def _check_settled(self, journey: Journey) -> None:
-        admitted = isinstance(journey.taker_end, Arrived)
-        wanted = journey.truth if admitted else bytes([POISON]) * len(journey.truth)
-        if journey.target.data != wanted:
+        if journey.target.data != journey.settled:
             raise Broken("I2: pages changed after the transfer had ended")
 
     def _check_frees(self, worker: _Worker) -> None:
         """A send buffer leaves ANNOUNCED only for its own filling's reader, or with its subscription."""
-        before = self._announced[worker.agent_name]
-        now = {
-            buffer.index: (buffer.generation, buffer.owner)
-            for buffer in worker.node.send_buffers.buffers
-            if buffer.phase is SendPhase.ANNOUNCED and buffer.owner is not None
-        }
-        serving = worker.node.holder.phases()
+        agent = worker.agent_name
+        now: dict[int, tuple[int, TransferId]] = {}
+        for buffer in worker.node.send_buffers.buffers:
+            if buffer.phase is SendPhase.ANNOUNCED and buffer.owner is not None:
+                now[buffer.index] = buffer.generation, buffer.owner
+        before = self._announced[agent]
+        if now == before:
+            return
+        self._announced[agent] = now
         for index, (generation, owner) in before.items():
-            if now.get(index) == (generation, owner) or (worker.agent_name, index, generation) in self._frees:
+            if now.get(index) == (generation, owner) or (agent, index, generation) in self._frees:
                 continue
-            if serving.get(owner, HolderPhase.ENDED) not in HOLDER_FINAL:
+            if worker.node.holder.phases().get(owner, HolderPhase.ENDED) not in HOLDER_FINAL:
                 raise Broken("I8: a send buffer was freed by what was said of another filling")
-        self._announced[worker.agent_name] = {
-            index: (generation, owner) for index, (generation, owner) in now.items() if owner is not None
-        }
 
 
 def mangle(message: PeerMessage, rng: random.Random) -> PeerMessage:
