@@ -527,7 +527,11 @@ class Links:
         if event.name is not None:
             self._agents.add(event.name)
         if link is None or link.stage is not Stage.ADDING or link.welcome is None:
-            raise AssertionError("an agent was added for no handshake")
+            # A `Welcome` that comes when the handshake's deadline is due (the worker was stopped, say) still has its
+            # agent added, and the handshake has ended before that is told.
+            if event.name is not None and all(other.agent != event.name for other in self._out.values()):
+                self._leaving.add(event.name)
+            return
         if event.name is None:
             self._fail(link, "the driver refused the peer's metadata")
             return
