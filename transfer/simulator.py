@@ -94,6 +94,8 @@ class WorldFaults:
     message_doubled: float = 0.0
     message_swapped: float = 0.0
     message_mangled: float = 0.0
+    message_misled: float = 0.0
+    """What is said of a transfer is said by another worker as well, to the same one."""
     copy_s: tuple[float, float] = (0.0, 0.0)
     """Gathers and scatters take this long; their pages must stay bound."""
     engine_s: tuple[float, float] = (0.001, 0.1)
@@ -143,6 +145,7 @@ def swarm(seed: int) -> WorldFaults:
         message_doubled=some(0.1),
         message_swapped=some(0.05),
         message_mangled=some(0.02),
+        message_misled=some(0.05),
         copy_s=rng.choice([(0.0, 0.0), (0.0, 0.005), (0.01, 0.2)]),
         engine_s=rng.choice([(0.001, 0.1), (0.001, 0.1), (0.1, 2.5)]),
         taker_cancels=some(0.3),
@@ -561,6 +564,8 @@ class World:
             return
         if rng.random() < faults.message_mangled:
             message = mangle(message, rng)
+        if rng.random() < faults.message_misled and hasattr(message, "transfer_id"):
+            self._mislead(receiver, sender, way, message)
         for copy in range(2 if rng.random() < faults.message_doubled else 1):
             arrives_s = max(stream.last_s[way], self.now_s + rng.uniform(*faults.message_s))
             if copy or rng.random() < faults.message_swapped:
@@ -570,6 +575,23 @@ class World:
                 stream.last_s[way] = arrives_s
             deliver = receiver.mine(self._later(receiver, LinkMessage(back_id, message)))
             self.at(arrives_s - self.now_s, deliver)
+
+    def _mislead(self, receiver: _Worker, sender: _Worker, way: int, message: PeerMessage) -> None:
+        """A third worker, whose link it is not, says the same. Nothing that it frees counts as freed by right."""
+        others = [
+            stream
+            for stream in self._streams.values()
+            if stream.ends[1 - way][0] == receiver.name and stream.ends[way][0] != sender.name
+        ]
+        if not others:
+            return
+        stream = self.rng.choice(others)
+        link_id, life = stream.ends[1 - way][1], stream.lives[1 - way]
+        if life == receiver.life:
+            self.at(
+                self.rng.uniform(*self.faults.message_s),
+                receiver.mine(lambda: receiver.handle(LinkMessage(link_id, message))),
+            )
 
     def _later(self, worker: _Worker, command: LinkMessage | LinkClosed) -> Callable[[], None]:
         return lambda: self._to(worker, command)
@@ -862,6 +884,12 @@ class World:
             if due_s != worker.due_s and worker not in self.touched:
                 raise Broken(f"I8: {worker.name} has changed, yet nothing was said to it")
             worker.due_s = due_s
+            for transfer_id, phase in worker.node.holder.phases().items():
+                journey = self.journeys.get(transfer_id)
+                if journey is None or journey.holder_end is None or phase in HOLDER_FINAL:
+                    continue
+                if journey.holder_life == worker.life:
+                    raise Broken("I5: a transfer that has ended lives again")
             if worker.node.taker.segments_received > worker.mover.num_right:
                 raise Broken("I2: bytes were taken for good that are not the sequence's")
         self.touched.clear()

@@ -55,6 +55,8 @@ def test_everything_arrives_without_faults(seed: int) -> None:
     """No fault, no failure: each transfer is taken, or not needed since its first token ended it."""
     world = run_world(seed, WorldFaults(), 60)
     assert all(isinstance(journey.taker_end, Arrived | NotNeeded) for journey in world.journeys.values())
+    ends = [journey.taker_end for journey in world.journeys.values() if isinstance(journey.taker_end, Arrived)]
+    assert all(end.stats.num_missing == 0 for end in ends)
     assert sum(worker.node.taker.transfers_taken for worker in world.workers.values()) >= 50
     assert all(not worker.node.counts(world.now_s).failures for worker in world.workers.values())
 

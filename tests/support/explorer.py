@@ -26,7 +26,7 @@ from headrace.config.tree import TransferSection
 from headrace.core.blocks import BLOCK_TOKENS
 from headrace.core.errors import LayoutError
 from headrace.core.ids import Incarnation, TransferId, WorkerId
-from headrace.core.peer import Release
+from headrace.core.peer import Cancel, Gone, Missing, Release
 from headrace.core.segments import RangeKind, SegmentRange
 from headrace.transfer.api import (
     Arrived,
@@ -68,7 +68,7 @@ from headrace.transfer.decisions import (
 )
 from headrace.transfer.header import unpack_note
 from headrace.transfer.holder import FINAL, Holder
-from headrace.transfer.taker import Taker
+from headrace.transfer.taker import Taker, TakerPhase
 
 POISON, CORRUPT = 0, -1
 LOST = "lost"
@@ -371,10 +371,21 @@ class Explorer:
             decider._deadlines.passing = passing  # type: ignore[attr-defined]
             actions = tuple(decider.handle(event, 0.0))  # type: ignore[arg-type]
             stored = local.taker.segments_received
+            if isinstance(event, LinkLost) and self._goes_on(local, side, event.link_id):
+                raise Broken("I4: a transfer goes on over a stream that is broken")
             after = self._number(local)
             self._check_frees(self._infos[number], self._infos[after], event)
             found = self._moves[key] = (after, actions, stored)
         return found
+
+    @staticmethod
+    def _goes_on(local: Local, side: str, link_id: int) -> bool:
+        if side == "holder":
+            return any(one.link_id == link_id and one.phase not in FINAL for one in local.holder._open.values())
+        return any(
+            one.link is not None and one.link.link_id == link_id and one.phase is not TakerPhase.DRAINING
+            for one in local.taker._open.values()
+        )
 
     def _check_frees(self, before: Info, after: Info, event: object) -> None:
         """A send buffer leaves ANNOUNCED only for its own filling's reader, or with its subscription."""
@@ -611,6 +622,10 @@ class Explorer:
             running[read.node] += not read.late
         if running != [self._infos[number].num_reads for number in work.nodes]:
             raise Broken(f"I1: {running} READs run by node, and other numbers of buffers are being read into")
+        for plan, travel, transfer_id in zip(self.scenario.plans, work.travels, self._ids, strict=True):
+            info = self._infos[work.nodes[plan.holder]]
+            if travel.holder_end and transfer_id in info.open - info.ended:
+                raise Broken("I5: a transfer that has ended lives again")
         return self._freeze(work)
 
     # ---- what happens ----
@@ -758,6 +773,9 @@ class Explorer:
         return stored
 
     def _send(self, work: Work, node: int, side: str, pair: int, message: object) -> None:
+        healthy = work.faults_left == self.scenario.max_faults and not any(plan.ended for plan in self.scenario.plans)
+        if healthy and isinstance(message, Cancel | Gone | Missing | Release):
+            raise Broken(f"I4: {type(message).__name__}, though nothing has gone wrong")
         is_open, *queues = work.streams[pair]
         if is_open:
             way = 0 if side == "taker" else 1
