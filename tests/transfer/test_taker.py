@@ -34,6 +34,7 @@ from headrace.transfer.decisions import (
     PeerUnreachable,
     PostRead,
     ReadDone,
+    ReadFailed,
     ReadLost,
     ReadOverdue,
     Scatter,
@@ -411,7 +412,10 @@ def test_failed_read_ends_the_pull_and_frees_its_buffer():
     bench = Bench()
     bench.taking()
     (post,) = posts(bench.says(ready(0)))
-    assert isinstance(failed(bench.do(ReadLost(post.landing))).error, PeerLost)
+    actions = bench.do(ReadLost(post.landing))
+    assert isinstance(failed(actions).error, PeerLost)
+    # The connection went with it: the link has to know.
+    assert ToLinks(ReadFailed("p.77")) in actions
     assert bench.buffers.counts()["free"] == 4
 
 
