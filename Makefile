@@ -16,7 +16,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test unit process nightly lint format docs bench clean distclean
+.PHONY: help setup demo test unit process nightly simulate lint format docs bench clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -33,8 +33,12 @@ process: setup
 	$(BIN)/python -m pytest -m "process and not slow and not gpu and not multinode" $(ARGS)
 
 nightly: lint ## everything that runs without a GPU, the slow tests too
+	HEADRACE_SIM_TRANSFERS=$${HEADRACE_SIM_TRANSFERS:-200000} \
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not multinode and not process" $(ARGS)
 	$(BIN)/python -m pytest -m "process and not gpu and not multinode" $(ARGS)
+
+simulate: setup ## a million simulated transfers under faults, on all cores (ARGS="--transfers N --seed N --jobs N")
+	$(BIN)/python tools/simulate.py $(ARGS)
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check

@@ -194,18 +194,23 @@ class SendBuffers:
 
     def audit(self) -> list[str]:
         """Free list and share counters against the buffers themselves; [] is clean."""
-        free = {buffer.index for buffer in self.buffers if buffer.phase is SendPhase.FREE}
-        wrong = []
-        if len(self._free) != len(set(self._free)) or set(self._free) != free:
-            wrong.append(f"send: free list {sorted(self._free)} but free buffers {sorted(free)}")
-        links = Counter(buffer.link_id for buffer in self.buffers if buffer.link_id is not None)
-        if links != self._by_link:
-            wrong.append(f"send: buffers by link {dict(links)} but counted {dict(self._by_link)}")
-        wrong += [
-            f"send: buffer {buffer.index} is {buffer.phase.value} with owner {buffer.owner!r}"
-            for buffer in self.buffers
-            if (buffer.phase is SendPhase.FREE) != (buffer.owner is None)
-        ]
+        free: list[int] = []
+        links: dict[int, int] = {}
+        wrong: list[str] = []
+        for buffer in self.buffers:
+            is_free = buffer.phase is SendPhase.FREE
+            if is_free:
+                free.append(buffer.index)
+            if buffer.link_id is not None:
+                links[buffer.link_id] = links.get(buffer.link_id, 0) + 1
+            if is_free != (buffer.owner is None) or is_free != (buffer.link_id is None):
+                wrong.append(f"send: buffer {buffer.index} is {buffer.phase.value} with owner {buffer.owner!r}")
+        if sorted(self._free) != free:
+            wrong.append(f"send: free list {sorted(self._free)} but free buffers {free}")
+        if links != dict(self._by_link):
+            wrong.append(f"send: buffers by link {links} but counted {dict(self._by_link)}")
+        if links and max(links.values()) > self._max_per_link:
+            wrong.append(f"send: more than {self._max_per_link} buffers for one link: {links}")
         return wrong
 
 
@@ -327,19 +332,25 @@ class LandingBuffers:
 
     def audit(self) -> list[str]:
         """Free list and share counters against the buffers themselves; [] is clean."""
-        free = {buffer.index for buffer in self.buffers if buffer.phase is LandingPhase.FREE}
-        wrong = []
-        if len(self._free) != len(set(self._free)) or set(self._free) != free:
-            wrong.append(f"landing: free list {sorted(self._free)} but free buffers {sorted(free)}")
-        agents = Counter(buffer.agent for buffer in self.buffers if buffer.agent is not None)
-        if agents != self._by_agent:
-            wrong.append(f"landing: buffers by agent {dict(agents)} but counted {dict(self._by_agent)}")
-        wrong += [
-            f"landing: buffer {buffer.index} is {buffer.phase.value} with agent {buffer.agent!r}"
-            for buffer in self.buffers
-            if (buffer.phase is LandingPhase.FREE) != (buffer.agent is None)
-            or (buffer.phase is LandingPhase.HELD) != (buffer.held_since_s is not None)
-        ]
+        free: list[int] = []
+        agents: dict[str, int] = {}
+        wrong: list[str] = []
+        for buffer in self.buffers:
+            phase, agent = buffer.phase, buffer.agent
+            if phase is LandingPhase.FREE:
+                free.append(buffer.index)
+            if agent is not None:
+                agents[agent] = agents.get(agent, 0) + 1
+            if (phase is LandingPhase.FREE) != (agent is None) or (phase is LandingPhase.HELD) != (
+                buffer.held_since_s is not None
+            ):
+                wrong.append(f"landing: buffer {buffer.index} is {phase.value} with agent {agent!r}")
+        if sorted(self._free) != free:
+            wrong.append(f"landing: free list {sorted(self._free)} but free buffers {free}")
+        if agents != dict(self._by_agent):
+            wrong.append(f"landing: buffers by agent {agents} but counted {dict(self._by_agent)}")
+        if agents and max(agents.values()) > self._max_per_agent:
+            wrong.append(f"landing: more than {self._max_per_agent} buffers for one agent: {agents}")
         return wrong
 
 

@@ -112,6 +112,9 @@ NEXT: dict[HolderPhase, dict[HolderStep, HolderPhase]] = {
 
 FINAL = (P.DONE, P.ENDED)
 
+WAITS = {P.OFFERED: "offer", P.PULLED: "pull", P.QUEUED: "lease", P.SERVING: "lease", P.COMPLETE: "lease"}
+"""Which deadline ends each phase at the latest (I4)."""
+
 
 @dataclass
 class Subscription:
@@ -245,25 +248,42 @@ class Holder:
         return {transfer_id: subscription.phase for transfer_id, subscription in self._open.items()}
 
     def audit(self) -> list[str]:
-        """Buffers, shares and subscriptions against each other; [] is clean."""
+        """Buffers, shares, deadlines and subscriptions against each other; [] is clean."""
         wrong = self._buffers.audit()
+        filling: dict[TransferId, int] = {}
+        announced: set[TransferId] = set()
         for buffer in self._buffers.buffers:
             if buffer.owner is None:
                 continue
             owner = self._open.get(buffer.owner)
             if owner is None or (buffer.phase is not SendPhase.DRAINING and buffer.index not in owner.ranges):
                 wrong.append(f"holder: buffer {buffer.index} ({buffer.phase.value}) belongs to nobody open")
-        copying = (SendPhase.FILLING, SendPhase.DRAINING)
-        filling = Counter(buffer.owner for buffer in self._buffers.buffers if buffer.phase in copying)
+            if buffer.phase is not SendPhase.ANNOUNCED:
+                filling[buffer.owner] = filling.get(buffer.owner, 0) + 1
+            elif ("buffer", buffer.owner, buffer.index) not in self._deadlines:
+                wrong.append(f"holder: buffer {buffer.index} waits for its reader without a deadline")
+            else:
+                announced.add(buffer.owner)
+        linked: dict[int, int] = {}
         for subscription in self._open.values():
-            num_filling = filling[subscription.transfer_id]
+            num_filling = filling.get(subscription.transfer_id, 0)
             if num_filling != subscription.num_gathering:
                 wrong.append(f"holder: {subscription.num_gathering} gathers counted, {num_filling} buffers filling")
-            if subscription.phase in FINAL and not subscription.num_gathering:
-                wrong.append("holder: an ended subscription without a gather is still open")
-        linked = Counter(s.link_id for s in self._open.values() if s.link_id is not None and s.phase not in FINAL)
-        if linked != self._per_link:
-            wrong.append(f"holder: subscriptions by link {dict(linked)} but counted {dict(self._per_link)}")
+            if subscription.phase in FINAL:
+                if not subscription.num_gathering:
+                    wrong.append("holder: an ended subscription without a gather is still open")
+                if subscription.transfer_id in announced or subscription.ranges:
+                    wrong.append("holder: an ended subscription still has announced buffers")
+                continue
+            if len(subscription.ranges) > subscription.window:
+                wrong.append(f"holder: {len(subscription.ranges)} buffers, the window is {subscription.window}")
+            wait = WAITS[subscription.phase]
+            if (wait, subscription.transfer_id, 0) not in self._deadlines:
+                wrong.append(f"holder: a subscription is {subscription.phase.value} without its deadline ({wait})")
+            if subscription.link_id is not None:
+                linked[subscription.link_id] = linked.get(subscription.link_id, 0) + 1
+        if linked != dict(self._per_link):
+            wrong.append(f"holder: subscriptions by link {linked} but counted {dict(self._per_link)}")
         return wrong
 
     # ---- commands ----

@@ -116,6 +116,9 @@ NEXT: dict[LinkPhase, dict[LinkStep, LinkPhase]] = {
     P.INCOMPATIBLE: {S.BREAK: P.DOWN, S.NEW_LIFE: P.DOWN},
 }
 
+WAITS = {P.DOWN: "dial", P.HANDSHAKING: "handshake", P.UP: "silent", P.SUSPECT: "suspect", P.INCOMPATIBLE: None}
+"""Which deadline ends each phase at the latest (I4). Nobody waits for an incompatible peer: it has to live anew."""
+
 
 class Stage(Enum):
     """Where a handshake is."""
@@ -352,17 +355,24 @@ class Links:
         return (*out, *back)
 
     def audit(self) -> list[str]:
-        """Agents against links and READs; [] is clean."""
-        wrong = []
-        known = {link.agent for link in self._out.values() if link.agent is not None}
-        if not known | self._leaving <= self._agents:
-            wrong.append(f"links: agents {sorted(known | self._leaving)} but the driver knows {sorted(self._agents)}")
-        if not self._agents <= known | self._leaving:
+        """Agents against links and READs, phases against deadlines; [] is clean."""
+        wrong: list[str] = []
+        known = set(self._leaving)
+        for link in self._out.values():
+            if link.agent is not None:
+                known.add(link.agent)
+            wait = WAITS[link.phase]
+            if wait is not None and (wait, link.peer) not in self._deadlines:
+                wrong.append(f"links: a link is {link.phase.value} without its deadline ({wait})")
+        if not known <= self._agents:
+            wrong.append(f"links: agents {sorted(known)} but the driver knows {sorted(self._agents)}")
+        if not self._agents <= known:
             wrong.append(f"links: the driver knows {sorted(self._agents)}, nobody uses all of them")
         for buffer in self._buffers.buffers:
-            runs = buffer.phase in (LandingPhase.READING, LandingPhase.HELD)
-            if runs and buffer.agent not in self._agents:
-                wrong.append(f"links: buffer {buffer.index} reads from an agent that was removed")
+            # LANDED bytes need no agent any more.
+            if buffer.agent is None or buffer.agent in self._agents or buffer.phase is LandingPhase.LANDED:
+                continue
+            wrong.append(f"links: buffer {buffer.index} reads from an agent that was removed")
         return wrong
 
     # ---- the taking side ----
@@ -517,7 +527,11 @@ class Links:
         if event.name is not None:
             self._agents.add(event.name)
         if link is None or link.stage is not Stage.ADDING or link.welcome is None:
-            raise AssertionError("an agent was added for no handshake")
+            # A `Welcome` that comes when the handshake's deadline is due (the worker was stopped, say) still has its
+            # agent added, and the handshake has ended before that is told.
+            if event.name is not None and all(other.agent != event.name for other in self._out.values()):
+                self._leaving.add(event.name)
+            return
         if event.name is None:
             self._fail(link, "the driver refused the peer's metadata")
             return

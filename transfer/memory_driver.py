@@ -1,8 +1,8 @@
 """A driver whose network is this process: READs are copies between buffers of agents that share a `MemoryNetwork`.
 
-The network misbehaves on request, from one seed: READs take their time and land piecemeal, so that a send buffer may be
-refilled under them; they fail, hang for ever, flip bytes, land more bytes after their error; notes come late, twice or
-never; agents stop, resume and die. Time is the clock that was passed in.
+The network misbehaves on request, from one seed: READs take their time and land piecemeal, in any order, twice, so that
+a send buffer may be refilled under them; they fail, hang for ever, flip bytes, land more bytes long after their error;
+notes come late, twice, mangled or never; agents stop, resume and die. Time is the clock that was passed in.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ class MemoryFaults:
     read_s: tuple[float, float] = (0.0, 0.0)
     """From and to: how long a READ takes."""
     max_pieces: int = 1
+    shuffled: float = 0.0
+    """The pieces land in any order."""
+    doubled: float = 0.0
+    """A piece lands twice, the second time later, before the READ ends."""
     lost: float = 0.0
     """The READ fails somewhere on its way."""
     lands_late: float = 0.0
-    """Of the failed ones: the remaining bytes land after the error."""
+    """Of the failed ones: the remaining bytes land after the error, when its handle is long forgotten."""
+    late_s: tuple[float, float] = (1.0, 1.0)
     hangs: float = 0.0
     """The bytes land, the READ never ends; until `heal`."""
     corrupts: float = 0.0
@@ -38,6 +43,8 @@ class MemoryFaults:
     note_s: tuple[float, float] = (0.0, 0.0)
     note_dropped: float = 0.0
     note_doubled: float = 0.0
+    note_mangled: float = 0.0
+    """One byte of it is another."""
 
 
 @dataclass
@@ -58,7 +65,7 @@ class _Read:
     """Pieces that a stopped peer has not sent."""
 
 
-WriteObserver = Callable[["MemoryDriver", int, ReadHandle, bool], None]
+WriteObserver = Callable[["MemoryDriver", int, int, ReadHandle, bool], None]
 
 
 class MemoryNetwork:
@@ -67,7 +74,9 @@ class MemoryNetwork:
     def __init__(self, clock: Clock, seed: int = 0, faults: MemoryFaults | None = None) -> None:
         self.faults = faults or MemoryFaults()
         self.on_write: WriteObserver | None = None
-        """Called before bytes of a READ land: reader, address, handle, whether its error was told already."""
+        """Called before bytes of a READ land: reader, address, size, handle, whether its error was told already."""
+        self.num_outside = 0
+        """READs of a segment that were refused because they leave the registered memory."""
         self._clock = clock
         self._rng = random.Random(seed)
         self._agents: dict[str, MemoryDriver] = {}
@@ -144,23 +153,31 @@ class MemoryNetwork:
         cuts = sorted(rng.sample(range(1, read.num_bytes), num_pieces - 1)) if num_pieces > 1 else []
         borders = [0, *cuts, read.num_bytes]
         fails_after = rng.randrange(num_pieces) if rng.random() < faults.lost else None
-        lands_late = rng.random() < faults.lands_late
+        lands_late = fails_after is not None and rng.random() < faults.lands_late
         read.hangs = rng.random() < faults.hangs
         read.corrupts = rng.random() < faults.corrupts
         wrong_at = rng.randrange(read.num_bytes)
-        for place, (first, end) in enumerate(itertools.pairwise(borders)):
+        pieces = list(itertools.pairwise(borders))
+        if num_pieces > 1 and rng.random() < faults.shuffled:
+            rng.shuffle(pieces)
+        for place, (first, end) in enumerate(pieces):
             at_s = duration_s * (place + 1) / num_pieces
             if fails_after is not None and place >= fails_after:
                 if place == fails_after:
                     self._at(at_s, lambda: self._end(read, ReadState.LOST))
                 if not lands_late:
                     continue
-                at_s += 1.0
-            last = end == read.num_bytes and fails_after is None
+                at_s += rng.uniform(*faults.late_s)
+            last = place == num_pieces - 1 and fails_after is None
+            if rng.random() < faults.doubled:
+                self._at(rng.uniform(at_s, max(at_s, duration_s)), self._piece(read, first, end, wrong_at, False))
             self._at(at_s, self._piece(read, first, end, wrong_at, last))
 
     def _piece(self, read: _Read, first: int, end: int, wrong_at: int, last: bool) -> Callable[[], None]:
         def land() -> None:
+            if read.state is ReadState.DONE:
+                # A second copy that is later than the end was never sent.
+                return
             if read.peer.stopped and read.state is ReadState.PROC:
                 read.waiting.append(land)
                 return
@@ -168,11 +185,11 @@ class MemoryNetwork:
                 # The memory of a dead process is gone, on either side.
                 return
             if self.on_write is not None:
-                self.on_write(read.reader, read.local + first, read.handle, read.state is ReadState.LOST)
+                self.on_write(read.reader, read.local + first, end - first, read.handle, read.state is ReadState.LOST)
             ctypes.memmove(read.local + first, read.remote + first, end - first)
             if read.corrupts and first <= wrong_at < end:
                 ctypes.c_ubyte.from_address(read.local + wrong_at).value ^= 0xFF
-            read.landed = last
+            read.landed = read.landed or last
             if last and not read.hangs:
                 self._end(read, ReadState.DONE)
 
@@ -181,14 +198,19 @@ class MemoryNetwork:
     def _end(self, read: _Read, state: ReadState) -> None:
         if read.state is ReadState.PROC:
             read.state = state
+            read.reader.num_ended += 1
             self._open.pop(read.handle, None)
 
     def send_note(self, sender: str, read: _Read) -> None:
         faults, rng = self.faults, self._rng
         if not read.note or rng.random() < faults.note_dropped:
             return
+        note = read.note
+        if rng.random() < faults.note_mangled:
+            place = rng.randrange(len(note))
+            note = note[:place] + bytes([note[place] ^ rng.choice([1, 2, 0x80])]) + note[place + 1 :]
         for _ in range(2 if rng.random() < faults.note_doubled else 1):
-            self._at(rng.uniform(*faults.note_s), lambda: read.peer.inbox.append((sender, read.note)))
+            self._at(rng.uniform(*faults.note_s), lambda: read.peer.inbox.append((sender, note)))
 
     def _at(self, delay_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (self._clock.now_s() + delay_s, next(self._serial), act))
@@ -204,12 +226,19 @@ class MemoryDriver:
         self._reads: dict[ReadHandle, _Read] = {}
         self._regions: tuple[Region, Region] | None = None
         self.inbox: list[tuple[str, bytes]] = []
+        self.num_ended = 0
+        """READs whose end was not polled yet."""
         self.alive = True
         self.stopped = False
 
     @property
     def agent_name(self) -> str:
         return self._name
+
+    @property
+    def has_news(self) -> bool:
+        """A poll would find something."""
+        return self.num_ended > 0 or bool(self.inbox)
 
     def register(self, *, send: Region, landing: Region) -> None:
         assert self._regions is None
@@ -244,6 +273,7 @@ class MemoryDriver:
             assert self._regions is not None
             assert other._regions is not None
             if not _inside(other._regions[0], remote, num_bytes) or not _inside(self._regions[1], local, num_bytes):
+                self._network.num_outside += bool(note)
                 raise PeerLost("outside the registered memory")
             handle = ReadHandle(next(self._network.handles))
             read = _Read(handle, self, other, local, remote, num_bytes, note)
@@ -257,6 +287,7 @@ class MemoryDriver:
             read = self._reads[handle]
             if read.state is not ReadState.PROC:
                 del self._reads[handle]
+                self.num_ended -= 1
             if read.state is ReadState.DONE:
                 self._network.send_note(self._name, read)
             return read.state

@@ -307,9 +307,9 @@ class TransferNode:
     def audit(self) -> list[str]:
         """Every conservation check of the room; [] is clean."""
         wrong = self.holder.audit() + self.taker.audit() + self.links.audit()
-        running = sum(
-            buffer.phase in (LandingPhase.READING, LandingPhase.HELD) for buffer in self.landing_buffers.buffers
-        )
+        running = 0
+        for buffer in self.landing_buffers.buffers:
+            running += buffer.phase is LandingPhase.READING or buffer.phase is LandingPhase.HELD
         if running != len(self._reads):
             wrong.append(f"node: {len(self._reads)} handles, {running} buffers being read into")
         return wrong

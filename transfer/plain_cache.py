@@ -48,6 +48,11 @@ class PlainGeometry:
             RangeKind.STATE: self.row_bytes,
         }[kind]
 
+    def total_bytes(self, length: int) -> int:
+        """What a sequence's pages take."""
+        units = {kind: self._units(kind, length) for kind in RangeKind}
+        return sum(self.num_layers * (end - first) * self.unit_bytes(kind) for kind, (first, end) in units.items())
+
     def _units(self, kind: RangeKind, length: int) -> tuple[int, int]:
         if kind is RangeKind.HISTORY:
             return 0, -(-length // BLOCK_TOKENS)
@@ -119,6 +124,7 @@ class PlainPages:
         for kind, (first, end) in self._units.items():
             self._base[kind] = total
             total += geometry.num_layers * (end - first) * geometry.unit_bytes(kind)
+        assert total == geometry.total_bytes(length)
         self.data = bytearray(total)
         self._address = ctypes.addressof((ctypes.c_char * max(total, 1)).from_buffer(self.data)) if total else 0
 

@@ -4,11 +4,28 @@ Each worker is a `TransferNode` with a make-believe engine: pages that are fille
 let go of, compared with the truth when they are admitted. Streams delay, lose, double, swap and mangle messages, and
 break; workers stop, resume, die and come back; READs do what `memory_driver` can do. `check` runs after every event and
 raises `Broken` with the rule's number; the same seed does the same again.
+
+What stands for each rule:
+
+- I1: each piece of a READ lands inside one landing buffer of its reader, that of its handle, READING or HELD.
+- I2: a gather reads final bytes only; what a scatter stored and a taker believed is the truth, segment by segment; so
+  is what is admitted; pages stay as they were at their transfer's end; layouts that differ exchange nothing.
+- I3: each end hears one outcome; the holder says taken only after the taker; who was cancelled is not admitted; the
+  prompt is computed once.
+- I4: a phase that waits has its deadline (`audit`), none is due for ever, without faults all ends in bounded time.
+- I5: an id that was used is refused for good, one in use stays with its transfer.
+- I6: a taker that expects another life of its holder takes nothing; no peer has more buffers than its share (`audit`).
+- I7: a failure names its reason, a success brings every first token as it was sampled.
+- I8: owners, counters, free lists, handles, agents add up (`audit`); a send buffer is freed by its own filling's reader
+  or with its subscription; no copy touches pages that were let go of; at the end everything is free.
+- I9: nobody drives a node but its driver and its deadlines: engines here are slow, late and stopped. That blocks flow
+  on while an engine says nothing is a test of its own.
+- I10: windows and shares hold (`audit`) whatever a mangled message says; no READ is asked for outside of what was
+  registered; what a mangled index names is never written.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import heapq
 import itertools
@@ -19,6 +36,7 @@ from dataclasses import dataclass, field
 from ..config.tree import TransferSection
 from ..core.blocks import BLOCK_TOKENS
 from ..core.clock import ManualClock
+from ..core.errors import HeadraceError
 from ..core.ids import Incarnation, TransferId, WorkerId
 from ..core.peer import HOLDER_MESSAGES, TAKER_MESSAGES, PeerMessage, Release, Taken
 from ..core.segments import RangeKind, SegmentRange
@@ -27,6 +45,7 @@ from .api import (
     BlocksFinal,
     CancelPull,
     CloseLink,
+    Command,
     Dial,
     Ended,
     LinkClosed,
@@ -37,6 +56,7 @@ from .api import (
     Offer,
     OpenPull,
     Outcome,
+    PeerForgotten,
     PeerFound,
     PrefillDone,
     PullFailed,
@@ -56,6 +76,8 @@ from .plain_cache import PlainGeometry, PlainMover, PlainPages
 POISON = 0xFF
 MAX_TURNS = 1000
 """Turns without any time passing; a healthy world needs a few."""
+WHOLE_CHECK = 64
+"""How many checks to one that looks at every node, touched or not."""
 
 
 class Broken(AssertionError):
@@ -72,11 +94,25 @@ class WorldFaults:
     message_doubled: float = 0.0
     message_swapped: float = 0.0
     message_mangled: float = 0.0
+    message_misled: float = 0.0
+    """What is said of a transfer is said by another worker as well, to the same one."""
     copy_s: tuple[float, float] = (0.0, 0.0)
     """Gathers and scatters take this long; their pages must stay bound."""
+    engine_s: tuple[float, float] = (0.001, 0.1)
+    """One step of a holder's engine."""
     taker_cancels: float = 0.0
     holder_withdraws: float = 0.0
+    repeats: float = 0.0
+    """Per transfer: its offer and its pull are said again, while it runs or after it."""
+    stale_views: float = 0.0
+    """Per transfer: its taker is told which life of the holder to expect, as it was some time ago."""
     breaks_per_s: float = 0.0
+    close_s: tuple[float, float] = (0.005, 0.005)
+    """When each end hears that a stream is over."""
+    other_layouts: float = 0.0
+    """Per life of a worker: its pages have another layout than most; it may exchange nothing with them."""
+    forgets_per_s: float = 0.0
+    """A worker is told to drop a link, and learns of the peer again with the next pull."""
     stops_per_s: float = 0.0
     stop_s: tuple[float, float] = (0.1, 20.0)
     deaths_per_s: float = 0.0
@@ -93,49 +129,83 @@ def swarm(seed: int) -> WorldFaults:
         reads=MemoryFaults(
             read_s=(0.0005, rng.choice([0.002, 0.02, 0.5])),
             max_pieces=rng.choice([1, 4, 8]),
+            shuffled=some(1.0),
+            doubled=some(0.3),
             lost=some(0.05),
             lands_late=some(1.0),
+            late_s=rng.choice([(0.001, 0.1), (1.0, 10.0)]),
             hangs=some(0.05),
             corrupts=some(0.1),
             note_s=(0.0, rng.choice([0.0005, 0.05])),
             note_dropped=some(0.05),
             note_doubled=some(0.2),
+            note_mangled=some(0.1),
         ),
         message_lost=some(0.05),
         message_doubled=some(0.1),
         message_swapped=some(0.05),
         message_mangled=some(0.02),
+        message_misled=some(0.05),
         copy_s=rng.choice([(0.0, 0.0), (0.0, 0.005), (0.01, 0.2)]),
+        engine_s=rng.choice([(0.001, 0.1), (0.001, 0.1), (0.1, 2.5)]),
         taker_cancels=some(0.3),
         holder_withdraws=some(0.3),
+        repeats=some(0.2),
+        stale_views=some(0.5),
         breaks_per_s=some(0.5),
+        close_s=rng.choice([(0.005, 0.005), (0.0, 0.5)]),
+        other_layouts=some(0.2),
+        forgets_per_s=some(0.2),
         stops_per_s=some(0.5),
         deaths_per_s=some(0.3),
     )
 
 
 class _GuardedMover(PlainMover):
-    """Copies as ever, and cries out when pages are touched that were let go of."""
+    """Copies as ever, and cries out when pages are touched that were let go of or are not final."""
+
+    num_right = 0
+    """Scatters that stored what the sequence holds there."""
 
     def gather(self, pages: object, ranges: Sequence[SegmentRange], length: int, buffer_address: int) -> int:
-        if getattr(pages, "freed", False):
+        assert isinstance(pages, SimulatedPages)
+        if pages.freed:
             raise Broken("I8: a gather reads pages that were let go of")
+        if not pages.are_right(ranges):
+            raise Broken("I2: a gather reads what is not final")
         return super().gather(pages, ranges, length, buffer_address)
 
     def scatter(self, pages: object, ranges: Sequence[SegmentRange], length: int, buffer_address: int) -> int:
-        if getattr(pages, "freed", False):
+        assert isinstance(pages, SimulatedPages)
+        if pages.freed:
             raise Broken("I8: a scatter writes pages that were let go of")
-        return super().scatter(pages, ranges, length, buffer_address)
+        digest = super().scatter(pages, ranges, length, buffer_address)
+        self.num_right += pages.are_right(ranges)
+        return digest
 
 
-class _Pages(PlainPages):
-    """Pages that remember whether somebody still owns them for this transfer."""
+class SimulatedPages(PlainPages):
+    """Pages, poisoned at first, that know what they should hold and whether somebody owns them for this transfer."""
 
-    freed = False
+    def __init__(self, geometry: PlainGeometry, length: int, truth: bytes) -> None:
+        super().__init__(geometry, length)
+        self.truth = truth
+        self.freed = False
+        self.data[:] = bytes([POISON]) * len(truth)
+
+    def are_right(self, ranges: Sequence[SegmentRange]) -> bool:
+        """What these ranges hold is the truth."""
+        for piece in ranges:
+            for layer in range(piece.layer_first, piece.layer_first + piece.layer_count):
+                first, size = self.place(piece.kind, layer, piece.first)
+                end = first + size * piece.count
+                if self.data[first:end] != self.truth[first:end]:
+                    return False
+        return True
 
     def let_go(self) -> None:
         self.freed = True
-        ctypes.memset((ctypes.c_char * len(self.data)).from_buffer(self.data), POISON, len(self.data))
+        self.data[:] = bytes([POISON]) * len(self.data)
 
 
 @dataclass
@@ -148,12 +218,22 @@ class Journey:
     length: int
     held_blocks: int
     truth: bytes
-    source: _Pages
-    target: _Pages
+    settled: bytes
+    """What its pages must hold after its end."""
+    source: SimulatedPages
+    target: SimulatedPages
     ended: bool
     holder_life: int = 0
     taker_life: int = 0
+    incarnation: Incarnation | None = None
+    """The life of the holder that the taker was told to expect."""
+    layouts: list[bytes] = field(default_factory=lambda: [b"", b""])
+    """Fingerprints of holder and taker in those lives."""
     computing: bool = False
+    computed: bool = False
+    cancelled: bool = False
+    num_refused: int = 0
+    """Ends that answered a second use of the id."""
     holder_end: Ended | None = None
     taker_end: Arrived | NotNeeded | PullFailed | None = None
     offered: bool = False
@@ -184,7 +264,6 @@ class _Worker:
         self.world = world
         self.life = 0
         self.stopped = False
-        self.alive = True
         self.waiting: list[Callable[[], None]] = []
         self.copies: list[Copy] = []
         self.start()
@@ -192,16 +271,18 @@ class _Worker:
     def start(self) -> None:
         world = self.world
         self.life += 1
-        self.alive, self.stopped = True, False
+        self.stopped = False
         self.waiting, self.copies = [], []
+        self.mover = _GuardedMover()
+        self.fingerprint = b"other" if world.rng.random() < world.faults.other_layouts else b"plain"
         self.agent_name = f"{self.name}.{self.life}"
         self.node = TransferNode(
             worker_id=self.name,
             incarnation=Incarnation(self.incarnation),
             driver=world.network.driver(self.agent_name),
             geometry=world.geometry,
-            mover=_GuardedMover(),
-            fingerprint=b"plain",
+            mover=self.mover,
+            fingerprint=self.fingerprint,
             document='{"plain": 1}',
             section=world.section,
             deliver=lambda event, life=self.life: world.hear(self, life, event),  # type: ignore[misc]
@@ -210,7 +291,21 @@ class _Worker:
             rng=random.Random(world.rng.random()),
             defer=self.defer,
         )
-        world.watch(self)
+        self.due_s: float | None = None
+        self.driver = world.watch(self)
+
+    def handle(self, command: Command) -> None:
+        """All that a node is told comes through here, `step` and `copy`: whatever it changes is checked afterwards."""
+        self.world.touched.append(self)
+        self.node.handle(command, self.world.now_s)
+
+    def step(self) -> None:
+        self.world.touched.append(self)
+        self.node.step(self.world.now_s)
+
+    def copy(self, copy: Copy) -> None:
+        self.world.touched.append(self)
+        self.node.run_copy(copy, self.world.now_s)
 
     @property
     def incarnation(self) -> int:
@@ -220,7 +315,7 @@ class _Worker:
         lo, hi = self.world.faults.copy_s
         if hi == 0.0:
             return False
-        self.world.at(self.world.rng.uniform(lo, hi), self.mine(lambda: self.node.run_copy(copy, self.world.now_s)))
+        self.world.at(self.world.rng.uniform(lo, hi), self.mine(lambda: self.copy(copy)))
         return True
 
     def mine(self, act: Callable[[], None]) -> Callable[[], None]:
@@ -228,7 +323,7 @@ class _Worker:
         life = self.life
 
         def run() -> None:
-            if self.life != life or not self.alive:
+            if self.life != life:
                 return
             if self.stopped:
                 self.waiting.append(run)
@@ -284,6 +379,8 @@ class World:
         self.link_ids = itertools.count(1)
         self.journeys: dict[TransferId, Journey] = {}
         self.num_checks = 0
+        self.touched: list[_Worker] = []
+        """Workers whose nodes were told something since the last check."""
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._streams: dict[tuple[WorkerId, int], _Stream] = {}
@@ -357,23 +454,21 @@ class World:
         if network_s is not None:
             due.append(network_s)
         for worker in self.workers.values():
-            if worker.alive and not worker.stopped:
-                node_s = worker.node.next_s()
-                if node_s is not None:
-                    due.append(node_s)
+            if worker.due_s is not None and not worker.stopped:
+                due.append(worker.due_s)
         return min(due, default=None)
 
     def _turn(self) -> None:
+        now_s = self.clock.now_s()
         self.network.run_due()
-        for _ in range(100_000):
-            if not self._heap or self._heap[0][0] > self.now_s:
-                break
+        while self._heap and self._heap[0][0] <= now_s:
             heapq.heappop(self._heap)[2]()
             self.check()
         for worker in self.workers.values():
-            if worker.alive and not worker.stopped:
-                worker.node.step(self.now_s)
-        self.check()
+            # A real thread polls all the time; here a step without news and without a deadline would change nothing.
+            if not worker.stopped and (worker.driver.has_news or (worker.due_s is not None and worker.due_s <= now_s)):
+                worker.step()
+                self.check()
 
     def heal(self) -> None:
         """No more faults; who is stopped resumes, who is dead has come back."""
@@ -398,6 +493,9 @@ class World:
                 self.at(self.rng.uniform(*self.faults.stop_s), lambda worker=worker: self.resume(worker))  # type: ignore[misc]
             if self.rng.random() < self.faults.deaths_per_s * tenth:
                 self.kill(worker)
+            if self.rng.random() < self.faults.forgets_per_s * tenth:
+                peer = self.rng.choice(sorted(self.workers))
+                worker.mine(lambda worker=worker, peer=peer: worker.handle(PeerForgotten(peer)))()  # type: ignore[misc]
         self.at(tenth, self._misbehave)
 
     def stop(self, worker: _Worker) -> None:
@@ -446,7 +544,10 @@ class World:
             self._streams.pop((name, link_id), None)
             worker = self.workers[name]
             if name != by and worker.life == life:
-                self.at(0.005, worker.mine(self._later(worker, LinkClosed(link_id, reason))))
+                self.at(
+                    self.rng.uniform(*self.faults.close_s),
+                    worker.mine(self._later(worker, LinkClosed(link_id, reason))),
+                )
 
     def carry(self, sender: _Worker, life: int, link_id: int, message: PeerMessage) -> None:
         """A node sends."""
@@ -463,14 +564,34 @@ class World:
             return
         if rng.random() < faults.message_mangled:
             message = mangle(message, rng)
-        for _ in range(2 if rng.random() < faults.message_doubled else 1):
+        if rng.random() < faults.message_misled and hasattr(message, "transfer_id"):
+            self._mislead(receiver, sender, way, message)
+        for copy in range(2 if rng.random() < faults.message_doubled else 1):
             arrives_s = max(stream.last_s[way], self.now_s + rng.uniform(*faults.message_s))
-            if rng.random() < faults.message_swapped:
-                arrives_s += 0.01
+            if copy or rng.random() < faults.message_swapped:
+                # Others overtake it.
+                arrives_s += rng.choice([0.0, 0.01, 0.5])
             else:
                 stream.last_s[way] = arrives_s
             deliver = receiver.mine(self._later(receiver, LinkMessage(back_id, message)))
             self.at(arrives_s - self.now_s, deliver)
+
+    def _mislead(self, receiver: _Worker, sender: _Worker, way: int, message: PeerMessage) -> None:
+        """A third worker, whose link it is not, says the same. Nothing that it frees counts as freed by right."""
+        others = [
+            stream
+            for stream in self._streams.values()
+            if stream.ends[1 - way][0] == receiver.name and stream.ends[way][0] != sender.name
+        ]
+        if not others:
+            return
+        stream = self.rng.choice(others)
+        link_id, life = stream.ends[1 - way][1], stream.lives[1 - way]
+        if life == receiver.life:
+            self.at(
+                self.rng.uniform(*self.faults.message_s),
+                receiver.mine(lambda: receiver.handle(LinkMessage(link_id, message))),
+            )
 
     def _later(self, worker: _Worker, command: LinkMessage | LinkClosed) -> Callable[[], None]:
         return lambda: self._to(worker, command)
@@ -479,7 +600,7 @@ class World:
         if isinstance(command, LinkMessage) and isinstance(command.message, Release):
             release = command.message
             self._frees.add((worker.agent_name, release.buffer, release.buffer_gen))
-        worker.node.handle(command, self.now_s)
+        worker.handle(command)
 
     # ---- transfers ----
 
@@ -489,11 +610,8 @@ class World:
         holder, taker = rng.sample(sorted(self.workers), 2)
         length = rng.choice([1, 3, 100, 255, 256, 257, 511, 700, 1025, 1300])
         held_blocks = rng.choice([0, 0, 0, length // BLOCK_TOKENS, rng.randint(0, length // BLOCK_TOKENS)])
-        truth_pages = PlainPages(self.geometry, length)
-        truth = rng.randbytes(len(truth_pages.data))
-        source, target = _Pages(self.geometry, length), _Pages(self.geometry, length)
-        for pages in (source, target):
-            pages.data[:] = bytes([POISON]) * len(pages.data)
+        truth = rng.randbytes(self.geometry.total_bytes(length))
+        source, target = (SimulatedPages(self.geometry, length, truth) for _ in range(2))
         journey = Journey(
             transfer_id=TransferId(rng.randbytes(16)),
             holder=holder,
@@ -501,6 +619,7 @@ class World:
             length=length,
             held_blocks=held_blocks,
             truth=truth,
+            settled=b"",
             source=source,
             target=target,
             ended=rng.random() < 0.05,
@@ -513,43 +632,85 @@ class World:
             self.at(rng.uniform(0.0, 1.0), lambda: self._cancel(journey))
         if rng.random() < self.faults.holder_withdraws:
             self.at(rng.uniform(0.0, 1.0), lambda: self._withdraw(journey))
+        if rng.random() < self.faults.stale_views:
+            journey.incarnation = Incarnation(self.workers[holder].incarnation)
+        if rng.random() < self.faults.repeats:
+            self.at(rng.uniform(0.3, 8.0), lambda: self._repeat(journey))
         return journey
 
     def _offer(self, journey: Journey) -> None:
         holder = self.workers[journey.holder]
         journey.offered, journey.holder_life = True, holder.life
-        offer = Offer(transfer_id=journey.transfer_id, attempt=1, length=journey.length, pages=journey.source)
-        holder.mine(lambda: holder.node.handle(offer, self.now_s))()
+        journey.layouts[0] = holder.fingerprint
+        holder.mine(lambda: holder.handle(self._offered(journey, journey.source)))()
+
+    def _offered(self, journey: Journey, pages: SimulatedPages) -> Offer:
+        return Offer(transfer_id=journey.transfer_id, attempt=1, length=journey.length, pages=pages)
 
     def _open(self, journey: Journey) -> None:
         holder, taker = self.workers[journey.holder], self.workers[journey.taker]
         journey.opened, journey.taker_life = True, taker.life
-        order = OpenPull(
+        journey.layouts[1] = taker.fingerprint
+
+        def act() -> None:
+            taker.handle(PeerFound(holder.name, "address", journey.incarnation))
+            taker.handle(self._order(journey, journey.target))
+
+        taker.mine(act)()
+
+    def _order(self, journey: Journey, pages: SimulatedPages) -> OpenPull:
+        return OpenPull(
             transfer_id=journey.transfer_id,
             attempt=1,
-            holder=holder.name,
-            holder_incarnation=None,
-            pages=journey.target,
+            holder=journey.holder,
+            holder_incarnation=journey.incarnation,
+            pages=pages,
             length=journey.length,
             held_blocks=journey.held_blocks,
             num_choices=len(journey.first_tokens),
         )
 
-        def act() -> None:
-            taker.node.handle(PeerFound(holder.name, "address"), self.now_s)
-            taker.node.handle(order, self.now_s)
-
-        taker.mine(act)()
+    def _repeat(self, journey: Journey) -> None:
+        """The id is used again, by a mistake of somebody: refused after the end, ignored before it."""
+        spare = SimulatedPages(self.geometry, journey.length, journey.truth)
+        spare.freed = True
+        holder, taker = self.workers[journey.holder], self.workers[journey.taker]
+        for worker, known, ended, command in (
+            (
+                holder,
+                journey.offered and holder.life == journey.holder_life,
+                journey.holder_end is not None,
+                self._offered(journey, spare),
+            ),
+            (
+                taker,
+                journey.opened and taker.life == journey.taker_life,
+                journey.taker_end is not None,
+                self._order(journey, spare),
+            ),
+        ):
+            if not known or worker.stopped:
+                continue
+            before = journey.num_refused
+            worker.handle(command)
+            if journey.num_refused - before != ended:
+                raise Broken("I5: a second use of a transfer id was not refused")
 
     def _cancel(self, journey: Journey) -> None:
         taker = self.workers[journey.taker]
-        if journey.opened and taker.life == journey.taker_life:
-            taker.mine(lambda: taker.node.handle(CancelPull(journey.transfer_id), self.now_s))()
+        if not journey.opened or taker.life != journey.taker_life:
+            return
+
+        def act() -> None:
+            journey.cancelled = journey.taker_end is None
+            taker.handle(CancelPull(journey.transfer_id))
+
+        taker.mine(act)()
 
     def _withdraw(self, journey: Journey) -> None:
         holder = self.workers[journey.holder]
         if journey.offered and holder.life == journey.holder_life:
-            holder.mine(lambda: holder.node.handle(Withdraw(journey.transfer_id, "aborted"), self.now_s))()
+            holder.mine(lambda: holder.handle(Withdraw(journey.transfer_id, "aborted")))()
 
     def _compute(self, journey: Journey, done_blocks: int) -> None:
         """One chunk of the prompt: a block's bytes are in the pages when it is said to be final, and not before."""
@@ -566,10 +727,11 @@ class World:
                 pages=journey.source,
                 computed_tokens=upto * BLOCK_TOKENS,
             )
-            holder.node.handle(news, self.now_s)
-            self.at(self.rng.uniform(0.001, 0.1), holder.mine(lambda: self._compute(journey, upto)))
+            holder.handle(news)
+            self.at(self.rng.uniform(*self.faults.engine_s), holder.mine(lambda: self._compute(journey, upto)))
             return
         journey.source.data[:] = journey.truth
+        journey.computed = True
         finished = PrefillDone(
             transfer_id=journey.transfer_id,
             pages=journey.source,
@@ -580,9 +742,9 @@ class World:
             cached=0,
             ended=journey.ended,
         )
-        holder.node.handle(finished, self.now_s)
+        holder.handle(finished)
 
-    def _fill(self, pages: _Pages, journey: Journey, first: int, end: int) -> None:
+    def _fill(self, pages: SimulatedPages, journey: Journey, first: int, end: int) -> None:
         for block in range(first, end):
             for layer in range(self.geometry.num_layers):
                 offset, size = pages.place(RangeKind.HISTORY, layer, block)
@@ -609,7 +771,7 @@ class World:
 
                 def begin() -> None:
                     if journey.holder_end is None:
-                        worker.node.handle(scheduled, self.now_s)
+                        worker.handle(scheduled)
                         self._compute(journey, 0)
 
                 self.at(self.rng.uniform(0.0, 0.2), worker.mine(begin))
@@ -622,8 +784,13 @@ class World:
 
     def _holder_ended(self, journey: Journey, event: Ended) -> None:
         if journey.holder_end is not None:
-            raise Broken("I3: the holder ended a transfer twice")
+            if "used before" not in event.reason:
+                raise Broken("I3: the holder ended a transfer twice")
+            journey.num_refused += 1
+            return
         journey.holder_end = event
+        if event.outcome is Outcome.NOT_NEEDED and not journey.ended:
+            raise Broken("I3: the holder has ended what the first token has not")
         said_taken = event.outcome is Outcome.TAKEN and self.workers[journey.taker].life == journey.taker_life
         if said_taken and not isinstance(journey.taker_end, Arrived):
             raise Broken("I3: the holder says taken, the taker does not")
@@ -631,24 +798,40 @@ class World:
 
     def _taker_ended(self, journey: Journey, event: Arrived | NotNeeded | PullFailed) -> None:
         if journey.taker_end is not None:
-            raise Broken("I3: the taker ended a transfer twice")
+            if not isinstance(event, PullFailed) or "used before" not in str(event.error):
+                raise Broken("I3: the taker ended a transfer twice")
+            journey.num_refused += 1
+            return
         journey.taker_end = event
+        if isinstance(event, PullFailed):
+            if not isinstance(event.error, HeadraceError) or not str(event.error):
+                raise Broken("I7: a failure without its reason")
+        elif not journey.computed or journey.ended != isinstance(event, NotNeeded):
+            raise Broken("I3: the outcome is not what the prefill came to")
         if not isinstance(event, PullFailed) and (
             (event.first_token, *event.more_first_tokens) != journey.first_tokens
         ):
-            raise Broken("the first tokens are not those that were sampled")
+            raise Broken("I7: the first tokens are not those that were sampled")
         if isinstance(event, Arrived):
+            if journey.cancelled:
+                raise Broken("I3: admitted after it was cancelled")
+            if journey.layouts[0] != journey.layouts[1]:
+                raise Broken("I2: taken from a worker whose pages have another layout")
+            if journey.incarnation not in (None, hash_name(journey.holder) + journey.holder_life):
+                raise Broken("I6: taken from another life of the holder than was asked for")
             if bytes(journey.target.data) != journey.truth:
                 raise Broken("I2: admitted pages differ from the truth")
+            journey.settled = journey.truth
             # Decode owns the pages now: a scatter into them would be as wrong as one into freed pages.
             journey.target.freed = True
         else:
             journey.target.let_go()
+            journey.settled = bytes([POISON]) * len(journey.truth)
         self._settled.append(journey)
 
     # ---- checks ----
 
-    def watch(self, worker: _Worker) -> None:
+    def watch(self, worker: _Worker) -> MemoryDriver:
         """Hear of each note that arrives, to know which send buffers may be freed."""
         agent = worker.agent_name
         driver = self.network.find(agent)
@@ -665,14 +848,19 @@ class World:
 
         driver.notes = heard  # type: ignore[method-assign]
         self._announced[agent] = {}
+        self.touched.append(worker)
+        return driver
 
-    def _on_write(self, reader: MemoryDriver, address: int, handle: ReadHandle, after_error: bool) -> None:
+    def _on_write(self, reader: MemoryDriver, address: int, size: int, handle: ReadHandle, after_error: bool) -> None:
         worker = next((w for w in self.workers.values() if w.agent_name == reader.agent_name), None)
         # Bytes after an error are the network's fault, and meet the digest; a dead process has no memory.
         if worker is None or after_error:
             return
         node = worker.node
-        index = (address - node.landing_memory.base_address) // node.landing_memory.stride
+        stride = node.landing_memory.stride
+        index, offset = divmod(address - node.landing_memory.base_address, stride)
+        if not 0 <= index < node.landing_memory.num_buffers or offset + size > stride:
+            raise Broken("I1: bytes land beside a landing buffer")
         phase = node.landing_buffers.buffers[index].phase
         if phase not in (LandingPhase.READING, LandingPhase.HELD):
             raise Broken(f"I1: bytes land in a buffer that is {phase.value}")
@@ -680,13 +868,33 @@ class World:
             raise Broken("I1: bytes of one READ land in the buffer of another")
 
     def check(self) -> None:
-        """Every rule that can be read off the state."""
+        """Every rule that can be read off the state, after each event, of the nodes that the event touched.
+
+        A node shares nothing with another: what one does reaches the next as an event of its own. That this is so is
+        checked as well: every now and then all nodes are looked at, and their deadlines with them.
+        """
         self.num_checks += 1
-        for worker in self.workers.values():
+        whole = self.num_checks % WHOLE_CHECK == 0
+        for worker in self.workers.values() if whole else self.touched:
             wrong = worker.node.audit()
             if wrong:
                 raise Broken(f"I8: {worker.name}: {'; '.join(wrong)}")
             self._check_frees(worker)
+            due_s = worker.node.next_s()
+            if due_s != worker.due_s and worker not in self.touched:
+                raise Broken(f"I8: {worker.name} has changed, yet nothing was said to it")
+            worker.due_s = due_s
+            for transfer_id, phase in worker.node.holder.phases().items():
+                journey = self.journeys.get(transfer_id)
+                if journey is None or journey.holder_end is None or phase in HOLDER_FINAL:
+                    continue
+                if journey.holder_life == worker.life:
+                    raise Broken("I5: a transfer that has ended lives again")
+            if worker.node.taker.segments_received > worker.mover.num_right:
+                raise Broken("I2: bytes were taken for good that are not the sequence's")
+        self.touched.clear()
+        if self.network.num_outside:
+            raise Broken("I10: a READ was asked for outside of what the holder registered")
         for journey in self._settled[-3:]:
             self._check_settled(journey)
 
@@ -696,35 +904,36 @@ class World:
             self._check_settled(journey)
 
     def _check_settled(self, journey: Journey) -> None:
-        admitted = isinstance(journey.taker_end, Arrived)
-        wanted = journey.truth if admitted else bytes([POISON]) * len(journey.truth)
-        if journey.target.data != wanted:
+        if journey.target.data != journey.settled:
             raise Broken("I2: pages changed after the transfer had ended")
 
     def _check_frees(self, worker: _Worker) -> None:
         """A send buffer leaves ANNOUNCED only for its own filling's reader, or with its subscription."""
-        before = self._announced[worker.agent_name]
-        now = {
-            buffer.index: (buffer.generation, buffer.owner)
-            for buffer in worker.node.send_buffers.buffers
-            if buffer.phase is SendPhase.ANNOUNCED and buffer.owner is not None
-        }
-        serving = worker.node.holder.phases()
+        agent = worker.agent_name
+        now: dict[int, tuple[int, TransferId]] = {}
+        for buffer in worker.node.send_buffers.buffers:
+            if buffer.phase is SendPhase.ANNOUNCED and buffer.owner is not None:
+                now[buffer.index] = buffer.generation, buffer.owner
+        before = self._announced[agent]
+        if now == before:
+            return
+        self._announced[agent] = now
         for index, (generation, owner) in before.items():
-            if now.get(index) == (generation, owner) or (worker.agent_name, index, generation) in self._frees:
+            if now.get(index) == (generation, owner) or (agent, index, generation) in self._frees:
                 continue
-            if serving.get(owner, HolderPhase.ENDED) not in HOLDER_FINAL:
+            if worker.node.holder.phases().get(owner, HolderPhase.ENDED) not in HOLDER_FINAL:
                 raise Broken("I8: a send buffer was freed by what was said of another filling")
-        self._announced[worker.agent_name] = {
-            index: (generation, owner) for index, (generation, owner) in now.items() if owner is not None
-        }
 
 
 def mangle(message: PeerMessage, rng: random.Random) -> PeerMessage:
-    """The message with one number of it changed. What was decided stays decided: `Taken` is never made up."""
+    """The message with one number of it changed. `Taken` is never made up, nor is a token: nobody could tell."""
     if isinstance(message, Taken):
         return message
-    numbers = [name for name in (f.name for f in dataclasses.fields(message)) if type(getattr(message, name)) is int]
+    numbers = [
+        name
+        for name in (f.name for f in dataclasses.fields(message))
+        if type(getattr(message, name)) is int and name != "first_token"
+    ]
     ranges = getattr(message, "index", None) or getattr(message, "ranges", None)
     if ranges and rng.random() < 0.5:
         wild = [0, 1, 2, 5, 1 << 16, (1 << 32) - 1]

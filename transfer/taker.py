@@ -109,6 +109,9 @@ NEXT: dict[TakerPhase, dict[TakerStep, TakerPhase]] = {
     P.ABORTED: {S.ABORT: P.ABORTED},
 }
 
+WAITS = {P.LINKING: "link", P.WAITING: "queue", P.TAKING: "progress"}
+"""Which deadline ends each phase at the latest (I4)."""
+
 
 @dataclass
 class Announced:
@@ -238,21 +241,30 @@ class Taker:
         return {transfer_id: transfer.phase for transfer_id, transfer in self._open.items()}
 
     def audit(self) -> list[str]:
-        """Buffers and transfers against each other; [] is clean."""
+        """Buffers, deadlines and transfers against each other; [] is clean."""
         wrong = self._buffers.audit()
         for buffer in self._buffers.buffers:
             if buffer.owner is None or buffer.phase is LandingPhase.HELD:
                 continue
             owner = self._open.get(buffer.owner)
-            where = {LandingPhase.READING: "reading", LandingPhase.LANDED: "scattering"}.get(buffer.phase)
-            if owner is None or where is None or buffer.index not in getattr(owner, where):
+            reading = buffer.phase is LandingPhase.READING
+            if owner is None or buffer.index not in (owner.reading if reading else owner.scattering):
                 wrong.append(f"taker: buffer {buffer.index} ({buffer.phase.value}) belongs to nobody open")
-        for transfer in self._open.values():
+            elif reading and ("read", buffer.owner, buffer.index) not in self._deadlines:
+                wrong.append(f"taker: a READ into buffer {buffer.index} has no deadline")
+        for transfer_id, transfer in self._open.items():
             for index in (*transfer.reading, *transfer.scattering):
-                if self._buffers.buffers[index].owner != transfer.transfer_id:
+                if self._buffers.buffers[index].owner != transfer_id:
                     wrong.append(f"taker: buffer {index} is another's, yet a transfer counts on it")
-            if transfer.phase is P.DRAINING and not transfer.scattering:
-                wrong.append("taker: a transfer drains without a scatter")
+            if transfer.phase is P.DRAINING:
+                if not transfer.scattering:
+                    wrong.append("taker: a transfer drains without a scatter")
+                continue
+            wait = WAITS[transfer.phase]
+            if (wait, transfer_id, 0) not in self._deadlines:
+                wrong.append(f"taker: a transfer is {transfer.phase.value} without its deadline ({wait})")
+            if transfer.pending and transfer_id not in self._turn:
+                wrong.append("taker: announced segments wait for no turn")
         return wrong
 
     # ---- commands ----

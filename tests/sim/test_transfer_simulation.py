@@ -1,6 +1,7 @@
 """Seeded runs of whole transfers under faults; `transfer/simulator.py` checks every rule after every event.
 
-HEADRACE_SIM_TRANSFERS sets how many transfers the long run has, `--seed N` replays one world.
+HEADRACE_SIM_TRANSFERS sets how many transfers the long run has, `--seed N` replays one world; `make simulate` runs as
+many as there is time for.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from collections import Counter
 import pytest
 
 from headrace.transfer.api import Arrived, NotNeeded
-from headrace.transfer.simulator import World, WorldFaults, run_world, swarm
+from headrace.transfer.simulator import Journey, World, WorldFaults, run_world, swarm
 
 PER_WORLD = 30
-NUM_TRANSFERS = int(os.environ.get("HEADRACE_SIM_TRANSFERS", "600"))
+NUM_CHUNKS = 16
+"""So that the runners share the work, and each test ends in a few seconds."""
+NUM_TRANSFERS = int(os.environ.get("HEADRACE_SIM_TRANSFERS", "20000"))
+WORLDS_PER_CHUNK = -(-NUM_TRANSFERS // (PER_WORLD * NUM_CHUNKS))
 
 
 @pytest.mark.timeout(3600)
-def test_no_rule_breaks_and_all_ends_under_faults(request: pytest.FixtureRequest, seed: int) -> None:
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_no_rule_breaks_and_all_ends_under_faults(request: pytest.FixtureRequest, seed: int, chunk: int) -> None:
     """Whatever is delayed, lost, doubled, swapped, mangled, corrupted, stopped or killed: I1 to I10 hold after each
     event, and once the faults cease everything ends."""
     replayed = request.config.getoption("--seed") is not None
-    num_worlds = 1 if replayed else -(-NUM_TRANSFERS // PER_WORLD)
+    if replayed and chunk:
+        pytest.skip("one world is replayed once")
+    num_worlds = 1 if replayed else WORLDS_PER_CHUNK
     ends: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     for world_seed in range(seed, seed + num_worlds):
@@ -34,19 +41,46 @@ def test_no_rule_breaks_and_all_ends_under_faults(request: pytest.FixtureRequest
         ends.update(type(journey.taker_end).__name__ for journey in world.journeys.values())
         for worker in world.workers.values():
             refused.update(worker.node.taker.refused)
-    if not replayed:
+    if not replayed and num_worlds >= 40:
         # The run has seen what it is for: good ends, bad ends, refused bytes.
         assert ends["Arrived"] > ends.total() // 4
-        assert ends["PullFailed"] > 10
+        assert ends["PullFailed"] > ends.total() // 10
+        assert ends["NotNeeded"] > 0
         assert refused["digest"] > 0
+        assert refused["stale"] > 0
+        assert refused["bounds"] > 0
 
 
 def test_everything_arrives_without_faults(seed: int) -> None:
     """No fault, no failure: each transfer is taken, or not needed since its first token ended it."""
     world = run_world(seed, WorldFaults(), 60)
     assert all(isinstance(journey.taker_end, Arrived | NotNeeded) for journey in world.journeys.values())
+    ends = [journey.taker_end for journey in world.journeys.values() if isinstance(journey.taker_end, Arrived)]
+    assert all(end.stats.num_missing == 0 for end in ends)
     assert sum(worker.node.taker.transfers_taken for worker in world.workers.values()) >= 50
     assert all(not worker.node.counts(world.now_s).failures for worker in world.workers.values())
+
+
+def test_blocks_flow_while_the_engine_says_nothing(seed: int) -> None:
+    """I9: when an engine comes back from a step of seconds, what it had finished before lies stored at the taker."""
+    world = World(seed, WorldFaults(engine_s=(1.0, 2.0)))
+    compute, steps = world._compute, 0
+
+    def look_first(journey: Journey, done_blocks: int) -> None:
+        nonlocal steps
+        steps += 1
+        taker = world.workers[journey.taker].node.taker
+        geometry = world.geometry
+        num_blocks = max(0, done_blocks - journey.held_blocks)
+        assert taker.bytes_received - before == num_blocks * geometry.num_layers * geometry.block_bytes
+        compute(journey, done_blocks)
+
+    world._compute = look_first  # type: ignore[method-assign]
+    while steps < 20:
+        journey = world.start_transfer()
+        before = world.workers[journey.taker].node.taker.bytes_received
+        world.run(world.now_s + 1.0)
+        assert world.run_until_idle(max_s=60.0)
 
 
 def test_same_seed_does_the_same(seed: int) -> None:

@@ -182,6 +182,17 @@ def test_a_probe_with_other_bytes_is_no_link():
     assert bench.phase() is LinkPhase.DOWN
 
 
+def test_a_welcome_that_comes_with_the_handshakes_deadline_ends_it_and_its_agent_goes():
+    """As after SIGSTOP: the message waits, the deadline is due in the same moment. The agent was asked for, so it is
+    added; nobody waits for it any more."""
+    bench = Bench()
+    link = bench.greeted()
+    actions = bench.do(LinkMessage(link, welcome()), after_s=11.0)
+    assert of(actions, AddPeer) != []
+    assert told(actions, CloseLink) != []
+    assert of(bench.do(PeerAdded(link, "p.77")), RemovePeer) == [RemovePeer("p.77")]
+
+
 @pytest.mark.parametrize(
     "changes",
     [

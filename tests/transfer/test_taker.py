@@ -34,6 +34,7 @@ from headrace.transfer.decisions import (
     PeerUnreachable,
     PostRead,
     ReadDone,
+    ReadFailed,
     ReadLost,
     ReadOverdue,
     Scatter,
@@ -226,6 +227,19 @@ def test_announcement_out_of_bounds_is_the_holders_fault(changes):
     assert bench.taker.refused["bounds"] == 1
 
 
+def test_segment_larger_than_a_landing_buffer_is_the_holders_fault():
+    """However well its index and its bytes agree: a READ of it would write beside the buffer (I10)."""
+    bench = Bench()
+    bench.taking()
+    large = (SegmentRange(RangeKind.HISTORY, 0, 3, 0, 2),)
+    size = GEOMETRY.payload_bytes(large, LENGTH)
+    assert size > SECTION.segment_bytes
+    actions = bench.says(ready(0, index=large, payload_bytes=size))
+    assert posts(actions) == []
+    assert isinstance(failed(actions).error, TransferFailed)
+    assert bench.taker.refused["bounds"] == 1
+
+
 def test_more_announced_than_the_window_is_a_fault():
     """The holder agreed to it in the handshake. What is being read does not count: its note may be out already."""
     bench = Bench(dataclasses.replace(SECTION, num_landing_buffers=1))
@@ -398,7 +412,10 @@ def test_failed_read_ends_the_pull_and_frees_its_buffer():
     bench = Bench()
     bench.taking()
     (post,) = posts(bench.says(ready(0)))
-    assert isinstance(failed(bench.do(ReadLost(post.landing))).error, PeerLost)
+    actions = bench.do(ReadLost(post.landing))
+    assert isinstance(failed(actions).error, PeerLost)
+    # The connection went with it: the link has to know.
+    assert ToLinks(ReadFailed("p.77")) in actions
     assert bench.buffers.counts()["free"] == 4
 
 

@@ -264,6 +264,18 @@ def test_coverage_refuses_bytes_for_blocks_that_the_taker_holds():
         full.places((held, wanted), index_bytes((held, wanted), 512))
 
 
+def test_coverage_refuses_an_index_that_names_a_range_twice():
+    """The bytes would add up, and some other range would never come."""
+    cells = covered(700, 0)
+    for twice in (
+        (SegmentRange(HISTORY, 0, 1, 0, 1), SegmentRange(HISTORY, 0, 1, 0, 1)),
+        (SegmentRange(HISTORY, 0, 1, 0, 2), SegmentRange(HISTORY, 0, 1, 1, 1)),
+        (SegmentRange(WINDOW, 0, 2, 9, 1), SegmentRange(WINDOW, 1, 1, 9, 2)),
+    ):
+        with pytest.raises(PeerFault, match="twice"):
+            cells.places(twice, index_bytes(twice, 700))
+
+
 def test_coverage_refuses_another_number_of_bytes():
     """payload_bytes must be what the index implies."""
     segment = GEOMETRY.history_segments(0, 1, 10_000)[0]
