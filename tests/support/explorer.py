@@ -100,14 +100,10 @@ class TinyGeometry:
     def tail_segments(self, length: int, max_bytes: int) -> list[tuple[SegmentRange, ...]]:
         return [(SegmentRange(RangeKind.STATE, 0, 1, length - 1, 1),)]
 
-    def expected(self, length: int, held_blocks: int) -> frozenset[SegmentRange]:
-        blocks = length // BLOCK_TOKENS
-        return self.split(
-            [
-                *(SegmentRange(RangeKind.HISTORY, 0, 1, block, 1) for block in range(held_blocks, blocks)),
-                SegmentRange(RangeKind.STATE, 0, 1, length - 1, 1),
-            ]
-        )
+    def expected(self, length: int, held_blocks: int) -> tuple[SegmentRange, ...]:
+        blocks = length // BLOCK_TOKENS - held_blocks
+        history = (SegmentRange(RangeKind.HISTORY, 0, 1, held_blocks, blocks),) if blocks else ()
+        return (*history, SegmentRange(RangeKind.STATE, 0, 1, length - 1, 1))
 
     def split(self, ranges: Sequence[SegmentRange]) -> frozenset[SegmentRange]:
         return frozenset(

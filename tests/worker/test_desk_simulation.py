@@ -77,7 +77,18 @@ class SimEngine:
             case engine.Start():
                 assert sequence.phase == "ready", "the engine forgets a Start that comes too early"
                 sequence.phase = "running"
+                if sequence.kind is LegKind.SHARE:
+                    sequence.phase = "held"
+                    self.outbox.append(engine.Started(command.key, 600))
+                    self.outbox.append(
+                        engine.SequenceFinished(command.key, None, None, 0, 0.0, SequencePages((1,), ((0, 1),), 0))
+                    )
+            case engine.Store(key):
+                assert sequence.kind is LegKind.FETCH
+                assert sequence.phase == "landing"
+                self._free(key)
             case engine.Admit():
+                assert sequence.kind is LegKind.GENERATE
                 assert sequence.phase == "landing"
                 assert command.key not in self.touched_by_others
                 assert 1 + len(command.more_first_tokens) == len(sequence.open)
@@ -113,8 +124,10 @@ class SimEngine:
         pages = SequencePages((1,), ((0, 1),), 0)
         if sequence.phase == "queued" and self.rng.random() < 0.5:
             self.bound += 1
-            after = {LegKind.PREFILL: "ready", LegKind.GENERATE: "landing", LegKind.LOCAL: "running"}
-            sequence.phase = after[sequence.kind]
+            if sequence.kind.lands:
+                sequence.phase = "landing"
+            else:
+                sequence.phase = "running" if sequence.kind is LegKind.LOCAL else "ready"
             self.outbox.append(engine.Reserved(key, 0, pages))
         elif sequence.phase == "running" and self.rng.random() < 0.02:
             self._fail(key, sequence, NoFreePages("outgrown"))
