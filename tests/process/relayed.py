@@ -115,6 +115,10 @@ class RelayedCluster:
         words = Path(f"/proc/{self.pid(name)}/statm").read_text().split()
         return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def num_files(self, name: str) -> int:
+        """Open file descriptors."""
+        return len(os.listdir(f"/proc/{self.pid(name)}/fd"))
+
     def log(self) -> str:
         """The last of what the processes said."""
         parts: list[str] = []

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.process
 
 PREFILL, DECODE = "prefill-0", "decode-0"
 MAX_TOKENS = 8
+LONG = (pytest.mark.slow, pytest.mark.timeout(1800))
 IDLE_S = 60.0
 """For everything that a disturbed request held to come back: the longest deadline is the holder's lease."""
 
@@ -32,6 +33,7 @@ SETTINGS = {
     "as_shipped": {},
     # Deadlines that a stop of a few seconds outlasts.
     "hasty": {
+        "transfer.segment_bytes": str(1 << 20),
         "transfer.read_deadline_s": "1.5",
         "transfer.progress_deadline_s": "1.5",
         "transfer.step_deadline_s": "10",
@@ -63,6 +65,7 @@ class Stage:
     def check_ended(self, asked: Asked, index: int = 0) -> None:
         """Right to the last token, or right as far as it went and an explicit error."""
         expected = self.expected[index]
+        print(f"ended after {len(asked.ids)} tokens, error: {asked.error}")
         if asked.error is None:
             assert asked.ids == expected
         else:
@@ -112,6 +115,7 @@ class Step:
     way: Way
     is_it: Callable[[Seen], bool]
     nth: int = 1
+    """Which of several."""
     after_first: bool = False
     """Only when the client has the first token."""
 
@@ -155,9 +159,8 @@ STEPS = {
 BEFORE_THE_FIRST_HOP = (1, 2)
 
 
-def disturb(stage: Stage, number: int, act: Callable[[Asked], None], *, stream: bool = True) -> Asked:
+def disturb(stage: Stage, step: Step, act: Callable[[Asked], None], *, stream: bool = True) -> Asked:
     """Ask, act when the request is at this step, and let it go on."""
-    step = STEPS[number]
     with stage.cluster.relay.hold(step.matches, step.nth) as hold:
         asked = stage.ask(stream=stream or step.after_first)
         hold.wait()
@@ -172,7 +175,7 @@ def disturb(stage: Stage, number: int, act: Callable[[Asked], None], *, stream: 
 
 @pytest.mark.parametrize(
     ("settings", "times"),
-    [pytest.param("hasty", 2, id="twice"), pytest.param("as_shipped", 50, id="50_times", marks=pytest.mark.slow)],
+    [pytest.param("hasty", 2, id="twice"), pytest.param("as_shipped", 50, id="50_times", marks=LONG)],
 )
 @pytest.mark.parametrize("number", [*BEFORE_THE_FIRST_HOP, *STEPS])
 def test_client_leaves(on_stage: Callable[[str], Stage], settings: str, number: int, times: int, rng: random.Random):
@@ -191,7 +194,8 @@ def test_client_leaves(on_stage: Callable[[str], Stage], settings: str, number: 
             time.sleep(rng.uniform(0.0, 0.01) * (number - 1))
             leave(asked)
         else:
-            asked = disturb(stage, number, leave, stream=stream)
+            step = STEPS[number]
+            asked = disturb(stage, replace(step, nth=1 + turn % step.nth), leave, stream=stream)
         assert asked.ids == stage.expected[0][: len(asked.ids)]
         if turn % 2:
             cluster.until_idle(IDLE_S)
@@ -226,7 +230,7 @@ def test_worker_is_killed(on_stage: Callable[[str], Stage], settings: str, numbe
         cluster.kill(victim)
         meanwhile.append(stage.ask(1))
 
-    asked = disturb(stage, number, kill)
+    asked = disturb(stage, STEPS[number], kill)
     cluster.start(victim)
     stage.check_ended(asked.read_all())
     stage.check_ended(meanwhile[0].read_all(), 1)
@@ -245,10 +249,7 @@ def stops() -> Iterator[object]:
             name = f"step_{number}_{victim.partition('-')[0]}"
             if number == 8:
                 yield pytest.param("hasty", number, victim, 3.0, id=name)
-            yield pytest.param(
-                "as_shipped", number, victim, 60.0, id=f"{name}_for_a_minute",
-                marks=[pytest.mark.slow, pytest.mark.timeout(400)],
-            )  # fmt: skip
+            yield pytest.param("as_shipped", number, victim, 60.0, id=f"{name}_for_a_minute", marks=LONG)
 
 
 @pytest.mark.parametrize(("settings", "number", "victim", "for_s"), list(stops()))
@@ -266,7 +267,7 @@ def test_worker_stops_and_goes_on(
         meanwhile.append(stage.ask(1))
 
     try:
-        asked = disturb(stage, number, stop)
+        asked = disturb(stage, STEPS[number], stop)
         time.sleep(for_s)
     finally:
         cluster.resume(victim)
@@ -282,18 +283,18 @@ def test_worker_stops_and_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("settings", "times"),
+    ("settings", "victims"),
     [
-        pytest.param("hasty", 2, id="twice"),
-        pytest.param("as_shipped", 50, id="50_times", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        pytest.param("hasty", [PREFILL, DECODE, PREFILL], id="both"),
+        pytest.param("as_shipped", [PREFILL] * 50, id="prefill_50_times", marks=LONG),
+        pytest.param("as_shipped", [DECODE] * 50, id="decode_50_times", marks=LONG),
     ],
 )
-@pytest.mark.parametrize("victim", [PREFILL, DECODE])
-def test_worker_starts_again_under_load(on_stage: Callable[[str], Stage], settings: str, victim: str, times: int):
+def test_worker_starts_again_under_load(on_stage: Callable[[str], Stage], settings: str, victims: list[str]):
     """Always on the same address, and the other one serves with each of its lives."""
     stage = on_stage(settings)
     cluster = stage.cluster
-    pids = {name: cluster.pid(name) for name in (*cluster.names, "router") if name != victim}
+    pids = {name: cluster.pid(name) for name in (*cluster.names, "router") if name not in victims}
     over = threading.Event()
     good: list[int] = []
     faults: list[BaseException] = []
@@ -314,10 +315,11 @@ def test_worker_starts_again_under_load(on_stage: Callable[[str], Stage], settin
     for client in clients:
         client.start()
     try:
-        for _ in range(times):
+        for victim in victims:
             cluster.kill(victim)
             cluster.start(victim)
             cluster.wait_ready()
+            print({name: (cluster.resident_bytes(name) >> 20, cluster.num_files(name)) for name in pids})
             served = len(good)
             cluster.until(lambda: len(good) > served or bool(faults), 60.0, "an answer with its next life")  # noqa: B023
     finally:
