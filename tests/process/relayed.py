@@ -33,12 +33,16 @@ class RelayedCluster:
     Args:
         folder: for what the processes say.
         settings: beyond the defaults, by key.
+        environment: changes to this process's own.
     """
 
-    def __init__(self, model: Path, folder: Path, settings: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: Path, folder: Path, settings: Mapping[str, str], environment: Mapping[str, str] | None = None
+    ) -> None:
         flags = {"model.path": str(model), "model.served_names": "demo", "router.port": "0", **settings}
         config = complete(load(flags=flags))
-        self._children = {child.spec.name: child for child in plan_children(config, os.environ)}
+        children = plan_children(config, {**os.environ, **(environment or {})})
+        self._children = {child.spec.name: child for child in children}
         self.names = [name for name in self._children if name != "router"]
         self.port = self._children["router"].status_port
         self._folder = folder
