@@ -87,19 +87,21 @@ def test_ctrl_c_while_loading_ends_at_once(demo_checkpoint: Path):
         assert wait_gone(pids, 0.0) == []
 
 
-def test_dead_child_is_replaced_on_its_ports(mortal: Cluster):
-    """Another process under the same name and ports; readiness says no in between, and requests work after."""
-    for victim in ("prefill-0", "decode-0", "router"):
-        old = mortal.children()[victim]
-        incarnation = mortal.state(victim)["incarnation"] if old.status_port else None
-        mortal.kill(victim)
-        mortal.until(lambda: not mortal.is_ready(), 10.0, f"not ready without {victim}")
-        mortal.until(mortal.is_ready, 60.0, f"ready again with another {victim}")
-        new = mortal.children()[victim]
-        assert new.pid != old.pid
-        assert new.status_port == old.status_port
-        if incarnation is not None:
-            assert mortal.state(victim)["incarnation"] != incarnation
+def test_dead_children_are_replaced_on_their_ports(mortal: Cluster):
+    """Other processes under the same names and ports; readiness says no in between, and requests work after."""
+    for victims in (("prefill-0", "decode-0"), ("router",)):
+        old = {name: mortal.children()[name] for name in victims}
+        lives = {name: mortal.state(name)["incarnation"] for name in victims if old[name].status_port}
+        for name in victims:
+            mortal.kill(name)
+        mortal.until(lambda: not mortal.is_ready(), 10.0, f"not ready without {victims}")
+        mortal.until(mortal.is_ready, 60.0, f"ready again with other {victims}")
+        for name in victims:
+            new = mortal.children()[name]
+            assert new.pid != old[name].pid
+            assert new.status_port == old[name].status_port
+            if name in lives:
+                assert mortal.state(name)["incarnation"] != lives[name]
         answer = mortal.complete(model="demo", prompt="The water", max_tokens=8)
         assert answer["usage"]["completion_tokens"] >= 1
 
