@@ -26,7 +26,6 @@ from ..core.errors import (
     PeerLost,
     QueueFull,
     Remedy,
-    TransferFailed,
 )
 from ..core.ids import TransferId, new_transfer_id
 from ..core.sampling import FinishReason, SamplingParams, TokenLogprobs
@@ -614,7 +613,7 @@ class Journey:
             leg.is_open = False
             refused = report.failed.remedy is Remedy.LATER
             self._actions.append(CloseLeg(event.leg, refused=refused))
-            self._leg_failed(leg, report.failed, now_s)
+            self._leg_failed(leg, report.failed, now_s, told=True)
         self._check_ends(now_s)
 
     def _tokens(self, number: int, leg: _Leg, tokens: tuple[OutToken, ...], now_s: float) -> bool:
@@ -765,8 +764,8 @@ class Journey:
         else:
             self._leg_failed(leg, event.error, now_s)
 
-    def _leg_failed(self, leg: _Leg, error: HeadraceError, now_s: float) -> None:
-        """One leg ended badly: ignore, try again, resume, or give up."""
+    def _leg_failed(self, leg: _Leg, error: HeadraceError, now_s: float, *, told: bool = False) -> None:
+        """One leg ended badly: ignore, try again, resume, or give up. `told`: by its worker, which thus lives."""
         going_on = self._going_on
         if leg.kind is LegKind.PREFILL and all(len(choice.emitted) > self._base for choice in going_on):
             # The decode worker alone knows whether it has all.
@@ -777,7 +776,8 @@ class Journey:
             self._end(Move.GIVE_UP, error=error)
             return
         self._avoid.add(leg.worker.life)
-        if isinstance(error, TransferFailed):
+        if told and isinstance(error, PeerError):
+            # Between the two of them, whosever fault it is: a dead peer's own session may end a moment later.
             self._avoid.update(other.worker.life for other in self._legs.values())
         for number, other in self._legs.items():
             if other.is_open:

@@ -143,6 +143,8 @@ class OutLink:
     stage: Stage = Stage.DIALLING
     failures: int = 0
     """Since the last UP, for the back-off."""
+    dial_s: float = 0.0
+    """DOWN: when it is dialled again."""
     welcome: Welcome | None = None
     agent: str | None = None
     agent_failed: bool = False
@@ -394,6 +396,9 @@ class Links:
         if not reborn and not moved:
             if link.phase is P.INCOMPATIBLE:
                 self._actions.append(ToTaker(PeerUnreachable(link.peer, "incompatible")))
+            elif link.phase is P.DOWN and link.dial_s > self._now_s + BACKOFF_MIN_S:
+                # A pull needs it, and its router takes the peer for alive: a long silence may be over.
+                self._dial_at(link, self._now_s + BACKOFF_MIN_S)
         elif link.phase in (P.DOWN, P.INCOMPATIBLE) or (moved and link.phase is not P.UP):
             # A stream that stands knows better than the news who lives there: it ends with its peer.
             self._break(link, "another life of the peer", step=S.NEW_LIFE)
@@ -699,7 +704,11 @@ class Links:
         else:
             delay_s = min(BACKOFF_MIN_S * 2.0 ** min(link.failures, 10), BACKOFF_MAX_S) * self._rng.uniform(0.5, 1.0)
             link.failures += 1
-        self._deadlines.set(("dial", link.peer), self._now_s + delay_s)
+        self._dial_at(link, self._now_s + delay_s)
+
+    def _dial_at(self, link: OutLink, at_s: float) -> None:
+        link.dial_s = at_s
+        self._deadlines.set(("dial", link.peer), at_s)
 
     def _agent_failed(self, agent: str) -> None:
         for link in self._out.values():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process.cluster import Cluster
+from process.cluster import READY_LIMIT_S, Cluster
 
 from headrace.model.demo import ensure_demo
 
@@ -27,11 +27,39 @@ def pair(demo_checkpoint: Path) -> Iterator[Cluster]:
             print(cluster.log())
 
 
+@pytest.fixture(scope="session")
+def one(demo_checkpoint: Path) -> Iterator[Cluster]:
+    """A worker of both phases that computes in smaller chunks than `pair`, with the same caches; shared likewise."""
+    words = ("--served-model-name", "demo", "--monolithic", "--kv-dtype", "fp8", "--max-num-batched-tokens", "320")
+    with Cluster(demo_checkpoint, *words) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def mortals() -> Iterator[list[Cluster]]:
+    """Every cluster that `mortal` has made."""
+    clusters: list[Cluster] = []
+    yield clusters
+    for cluster in clusters:
+        cluster.__exit__(None)
+
+
+@pytest.fixture
+def mortal(demo_checkpoint: Path, mortals: list[Cluster]) -> Cluster:
+    """One pair whose processes a test may kill; found whole by the next test, or another one if all of it is gone."""
+    if not mortals or mortals[-1].process.poll() is not None:
+        mortals.append(Cluster(demo_checkpoint, "--served-model-name", "demo"))
+        mortals[-1].wait_ready()
+    mortals[-1].until(mortals[-1].is_ready, READY_LIMIT_S, "whole again")
+    return mortals[-1]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """A failed test that used a cluster shows what its processes said."""
     report = yield
-    cluster = getattr(item, "funcargs", {}).get("pair")
-    if report.failed and cluster is not None:
-        report.sections.append(("cluster", cluster.log()))
+    for name, used in getattr(item, "funcargs", {}).items():
+        if report.failed and isinstance(used, Cluster):
+            report.sections.append((name, used.log()))
     return report

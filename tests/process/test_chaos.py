@@ -7,7 +7,6 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -103,38 +102,36 @@ async def storm(cluster: Cluster, rng: random.Random) -> tuple[list[Outcome], li
     return outcomes, seen
 
 
-def test_every_request_ends_once_and_nothing_is_lost(demo_checkpoint: Path, rng: random.Random):
+def test_every_request_ends_once_and_nothing_is_lost(mortal: Cluster, rng: random.Random):
     """200 at once, 50 leave at random, one prefill and one decode worker are killed and come back."""
-    with Cluster(demo_checkpoint, "--served-model-name", "demo") as cluster:
-        cluster.wait_ready()
-        before = {child.pid for child in cluster.children().values()}
-        outcomes, seen = asyncio.run(asyncio.wait_for(storm(cluster, rng), 240.0))
+    before = {child.pid for child in mortal.children().values()}
+    outcomes, seen = asyncio.run(asyncio.wait_for(storm(mortal, rng), 240.0))
 
-        stayed = [outcome for outcome in outcomes if not outcome.left]
-        assert len(stayed) >= NUM_REQUESTS - NUM_LEAVERS
-        for outcome in stayed:
-            assert len(outcome.ends) == 1, outcome
-            assert outcome.status == 200 or outcome.ends == ["error"], outcome
-            assert outcome.status in (200, 429, 502, 503, 504), outcome
-        good = sum(outcome.ends in (["done"], ["body"]) for outcome in stayed)
-        assert good >= len(stayed) // 2, f"only {good} of {len(stayed)} were answered"
+    stayed = [outcome for outcome in outcomes if not outcome.left]
+    assert len(stayed) >= NUM_REQUESTS - NUM_LEAVERS
+    for outcome in stayed:
+        assert len(outcome.ends) == 1, outcome
+        assert outcome.status == 200 or outcome.ends == ["error"], outcome
+        assert outcome.status in (200, 429, 502, 503, 504), outcome
+    good = sum(outcome.ends in (["done"], ["body"]) for outcome in stayed)
+    assert good >= len(stayed) // 2, f"only {good} of {len(stayed)} were answered"
 
-        # /ready may be late by the time a silent session takes to be noticed; it is never wrong for longer.
-        needed = {"prefill-0", "decode-0"}
-        lacking_since: float | None = None
-        for now_s, ready, living in seen:
-            if needed <= living:
-                lacking_since = None
-            else:
-                lacking_since = lacking_since if lacking_since is not None else now_s
-                assert not ready or now_s - lacking_since < STALE_S, "ready without its workers"
-        assert any(not ready for _, ready, _ in seen)
-        assert cluster.is_ready()
+    # /ready may be late by the time a silent session takes to be noticed; it is never wrong for longer.
+    needed = {"prefill-0", "decode-0"}
+    lacking_since: float | None = None
+    for now_s, ready, living in seen:
+        if needed <= living:
+            lacking_since = None
+        else:
+            lacking_since = lacking_since if lacking_since is not None else now_s
+            assert not ready or now_s - lacking_since < STALE_S, "ready without its workers"
+    assert any(not ready for _, ready, _ in seen)
+    assert mortal.is_ready()
 
-        end_s = time.monotonic() + CLEAN_S
-        while any(unclean(cluster.state(name)) for name in cluster.workers()) and time.monotonic() < end_s:
-            time.sleep(0.1)
-        assert {name: unclean(cluster.state(name)) for name in cluster.workers()} == {"decode-0": [], "prefill-0": []}
-        assert len(before & {child.pid for child in cluster.children().values()}) == 1, "both workers are new"
-        answer = cluster.complete(model="demo", prompt="After the storm", max_tokens=4)
-        assert answer["usage"]["completion_tokens"] >= 1
+    end_s = time.monotonic() + CLEAN_S
+    while any(unclean(mortal.state(name)) for name in mortal.workers()) and time.monotonic() < end_s:
+        time.sleep(0.1)
+    assert {name: unclean(mortal.state(name)) for name in mortal.workers()} == {"decode-0": [], "prefill-0": []}
+    assert len(before & {child.pid for child in mortal.children().values()}) == 1, "both workers are new"
+    answer = mortal.complete(model="demo", prompt="After the storm", max_tokens=4)
+    assert answer["usage"]["completion_tokens"] >= 1

@@ -58,7 +58,7 @@ def work_of(cluster: Cluster) -> tuple[float, float, float]:
     )
 
 
-def test_choices_are_the_bits_of_as_many_requests(pair: Cluster, demo_checkpoint: Path, rng: random.Random):
+def test_choices_are_the_bits_of_as_many_requests(pair: Cluster, one: Cluster, rng: random.Random):
     """Disaggregated, monolithic, and each choice as a request of its own with that choice's seed: all the same."""
     requests = draw_requests(rng)
     found = []
@@ -79,11 +79,9 @@ def test_choices_are_the_bits_of_as_many_requests(pair: Cluster, demo_checkpoint
         for choice in range(N):
             alone = {**request, "n": 1, "seed": choice_seed(request["seed"], choice)}
             assert bits(pair.complete(**alone)) == [choices[choice]], (choice, request)
-    with Cluster(demo_checkpoint, "--served-model-name", "demo", "--monolithic") as monolithic:
-        monolithic.wait_ready()
-        for request, choices in zip(requests, found, strict=True):
-            assert bits(monolithic.complete(**request)) == choices, request
-        monolithic.until_clean()
+    for request, choices in zip(requests, found, strict=True):
+        assert bits(one.complete(**request)) == choices, request
+    one.until_clean()
     pair.until_clean()
 
 

@@ -48,11 +48,9 @@ def answers(cluster: Cluster, asked: list[tuple[str, str]]) -> list[str]:
     return found
 
 
-def test_needles_are_found_by_a_pair_as_by_one(pair: Cluster, demo_checkpoint: Path):
+def test_needles_are_found_by_a_pair_as_by_one(pair: Cluster, one: Cluster):
     """Caches are fp8 and fp4, the pair ships its own; what is found is the same, and it is what was asked for."""
     asked = prompts()
     expected = [sentence for _, sentence in asked]
     assert answers(pair, asked) == expected
-    with Cluster(demo_checkpoint, "--monolithic", "--kv-dtype", "fp8") as one:
-        one.wait_ready()
-        assert answers(one, asked) == expected
+    assert answers(one, asked) == expected

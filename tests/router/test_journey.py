@@ -272,6 +272,16 @@ def test_lost_leg_before_output_is_tried_elsewhere(which):
     assert delivered(journey.handle(said(other, tokens((0, 99))), 0.2)) == []
 
 
+@pytest.mark.parametrize("error", [errors.PeerLost("stream removed"), errors.TransferFailed("corrupt")])
+def test_what_one_worker_says_of_the_other_casts_doubt_on_both(error):
+    """The peer of one that is killed may say so first: the next attempt is not for the dead one."""
+    journey = make_journey()
+    journey.start(0.0)
+    generate, prefill = place(journey)
+    actions = journey.handle(fail(generate, error), 0.1)
+    assert of_kind(actions, j.Place)[0].avoid == {generate.worker.life, prefill.worker.life}
+
+
 def test_attempts_run_out():
     """Three tries, then the worker's error."""
     journey = make_journey()

@@ -264,6 +264,22 @@ def test_dials_back_off_from_half_a_second_to_thirty_with_jitter():
     assert max(waits) <= 30.0
 
 
+def test_a_peer_that_is_wanted_is_dialled_soon_however_long_it_was_away():
+    """No pull waits for the rest of half a minute's back-off; and however many want it, it is dialled once."""
+    bench = Bench()
+    link = bench.dialled()
+    for _ in range(9):
+        bench.do(LinkClosed(link, "refused"))
+        (dial,) = told(bench.do(Tick(), after_s=bench.links.next_s() - bench.now_s), Dial)
+        link = dial.link_id
+    bench.do(LinkClosed(link, "refused"))
+    assert bench.links.next_s() - bench.now_s > 10.0
+    for _ in range(4):
+        assert told(bench.do(FOUND, after_s=0.1), Dial) == []
+    assert len(told(bench.do(Tick(), after_s=0.25), Dial)) == 1
+    assert told(bench.do(FOUND), Dial) == []
+
+
 def test_handshakes_run_one_at_a_time():
     """The second stream waits with its Hello until the first link is up, or has failed."""
     bench = Bench()

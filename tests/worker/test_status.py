@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -21,7 +23,7 @@ from headrace.transfer.api import LinkCount, LinkDirection, LinkPhase, TransferC
 from headrace.worker.leg import Failed, Finished, SaidReserved, SaidStarted, SaidToken, SaidTransferred
 from headrace.worker.lifecycle import ProgressWatch, WorkerState
 from headrace.worker.metrics import Snapshots, WorkerMetrics
-from headrace.worker.status import StatusServer, StatusSource
+from headrace.worker.status import StatusServer, StatusSource, _listen
 
 LOAD = EngineLoad(
     2, 3, 700, 41, 0.0, {"history": PoolCounts(18, 4, 5, 1, 2, 6, 2), "window": PoolCounts(20, 20, 0, 0, 0)}, 0
@@ -215,6 +217,28 @@ def test_a_taken_port_is_a_fault_of_the_settings(status: Status) -> None:
     """The key is named."""
     with pytest.raises(ConfigError, match="status_port"):
         StatusServer(status.source, host="127.0.0.1", port=status.port, clock=ManualClock()).start()
+
+
+def test_an_answer_on_a_kept_connection_is_not_delayed() -> None:
+    """Head and body leave at once: with Nagle's delay the body waits 40 ms for the head's acknowledgement."""
+
+    async def accept() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            taken: socket.socket = writer.get_extra_info("socket")
+            accepted.set_result(taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = _listen("127.0.0.1", 0)
+        async with await asyncio.start_server(connected, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            no_delay = await accepted
+            writer.close()
+            await writer.wait_closed()
+        return no_delay
+
+    assert asyncio.run(accept())
 
 
 def test_a_hopeless_worker_is_ended_by_the_status_thread() -> None:
