@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -38,6 +38,9 @@ class Way(Enum):
     FROM_HOLDER = "holder to taker"
 
 
+_PEERS = (Way.TO_HOLDER, Way.FROM_HOLDER)
+
+
 @dataclass(frozen=True)
 class Seen:
     """A message that passes."""
@@ -61,7 +64,7 @@ _READ = {
         (Way.TO_WORKER, engine_pb2.RouterMessage), (Way.FROM_WORKER, engine_pb2.WorkerMessage)
     ),
     "/headrace.internal.v1.KvPeer/Link": _Sides(
-        (Way.TO_HOLDER, peer_pb2.TakerMessage), (Way.FROM_HOLDER, peer_pb2.HolderMessage)
+        (Way.TO_HOLDER, peer_pb2.TakerMessages), (Way.FROM_HOLDER, peer_pb2.HolderMessages)
     ),
 }
 """All other calls pass unread."""
@@ -166,17 +169,21 @@ class Relay:
         """One call from its beginning to its end. A connection of its own, as workers and routers have them."""
         sides = _READ.get(method)
 
-        async def look(side: tuple[Way, Any] | None, data: bytes) -> bytes:
+        async def look(side: tuple[Way, Any] | None, data: bytes) -> AsyncIterator[bytes]:
             if side is None:
-                return data
+                yield data
+                return
             way, kind = side
-            message = kind.FromString(data)
-            if way is Way.FROM_WORKER and message.HasField("welcome"):
-                message.welcome.peer_address = peer_address
-                data = message.SerializeToString()
-            for hold in tuple(self._holds):
-                await hold.look(Seen(worker, way, message))
-            return data
+            whole = kind.FromString(data)
+            if way is Way.FROM_WORKER and whole.HasField("welcome"):
+                whole.welcome.peer_address = peer_address
+            # Peers send what waited together; one of those may have to be kept back.
+            parts = [kind(messages=[message]) for message in whole.messages] if way in _PEERS else [whole]
+            for part in parts:
+                message = part.messages[0] if way in _PEERS else part
+                for hold in tuple(self._holds):
+                    await hold.look(Seen(worker, way, message))
+                yield part.SerializeToString()
 
         async with grpc.aio.insecure_channel(target, options=channel_options(MAX_MESSAGE_BYTES)) as channel:
             call: Any = channel.stream_stream(method)()
@@ -187,7 +194,8 @@ class Relay:
                     # A taker takes these for the word that the stream stands.
                     await context.send_initial_metadata(metadata)
                 while (data := await call.read()) is not grpc.aio.EOF:
-                    await context.write(await look(sides.back if sides else None, data))
+                    async for part in look(sides.back if sides else None, data):
+                        await context.write(part)
                 code, details = await call.code(), await call.details()
             except grpc.aio.AioRpcError as error:
                 code, details = error.code(), error.details()
@@ -197,10 +205,11 @@ class Relay:
             if code is not grpc.StatusCode.OK:
                 await context.abort(code, details or "")
 
-    async def _there(self, context: Any, call: Any, look: Callable[[bytes], Awaitable[bytes]]) -> None:
+    async def _there(self, context: Any, call: Any, look: Callable[[bytes], AsyncIterator[bytes]]) -> None:
         with contextlib.suppress(*_OVER):
             while (data := await context.read()) is not grpc.aio.EOF:
-                await call.write(await look(data))
+                async for part in look(data):
+                    await call.write(part)
             await call.done_writing()
 
 
