@@ -30,12 +30,12 @@ unit: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not multinode and not process" $(ARGS)
 
 process: setup
-	$(BIN)/python -m pytest -m "process and not slow and not gpu and not multinode" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "process and not slow and not gpu and not multinode" $(ARGS)
 
 nightly: lint ## everything that runs without a GPU, the slow tests too
 	HEADRACE_SIM_TRANSFERS=$${HEADRACE_SIM_TRANSFERS:-200000} \
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not multinode and not process" $(ARGS)
-	$(BIN)/python -m pytest -m "process and not gpu and not multinode" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "process and not gpu and not multinode" $(ARGS)
 
 simulate: setup ## a million simulated transfers under faults, on all cores (ARGS="--transfers N --seed N --jobs N")
 	$(BIN)/python tools/simulate.py $(ARGS)

@@ -62,21 +62,36 @@ SETTINGS = {"tcp": "tcp,self,cuda_copy", "cma": "cma,tcp,self,cuda_copy", "cuda"
 """UCX_TLS of each transport. With GPU memory UCX takes cuda_ipc where it can; what it took is measured and printed."""
 
 
+def flash_layout() -> CacheLayout:
+    return CacheLayout(PRESETS["deepseek-v4-flash"], "fp8")
+
+
 class Side:
     """One worker without an engine: pools, transfer thread, links."""
 
-    def __init__(self, name: str, tokens: int, section: TransferSection, device: str) -> None:
-        shape = PRESETS["deepseek-v4-flash"]
-        layout = CacheLayout(shape, "fp8")
-        blocks = -(-tokens // BLOCK_TOKENS)
-        numbers = {PoolKind.HISTORY: blocks, PoolKind.WINDOW: 8, PoolKind.STATE: 1, PoolKind.SNAPSHOT: 1}
-        self.pools = CachePools(layout, numbers, device)
-        torch.manual_seed(1)
-        for kind in numbers:
-            storage = self.pools.storage(kind)
-            storage.random_(0, 256) if name == "holder" else storage.zero_()
+    def __init__(
+        self,
+        name: str,
+        tokens: int,
+        section: TransferSection,
+        device: str,
+        layout: CacheLayout | None = None,
+        mover: CacheMover | None = None,
+    ) -> None:
+        """`mover`: of pools that are somebody else's."""
+        layout = layout or flash_layout()
         on_gpu = device != "cpu"
-        self.mover = DeviceMover(layout, self.pools) if on_gpu else CacheMover(layout, self.pools)
+        if on_gpu:
+            torch.cuda.set_device(device)
+        if mover is None:
+            blocks = -(-tokens // BLOCK_TOKENS)
+            numbers = {PoolKind.HISTORY: blocks, PoolKind.WINDOW: 8, PoolKind.STATE: 1, PoolKind.SNAPSHOT: 1}
+            self.pools = CachePools(layout, numbers, device)
+            torch.manual_seed(1)
+            for kind in numbers:
+                storage = self.pools.storage(kind)
+                storage.random_(0, 256) if name == "holder" else storage.zero_()
+        self.mover = mover or (DeviceMover(layout, self.pools) if on_gpu else CacheMover(layout, self.pools))
         self.geometry = self.mover.geometry
         self.heard: asyncio.Queue[api.TransferEvent] = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
@@ -135,9 +150,11 @@ class Side:
 # ---- the holder's process ----
 
 
-async def hold(pipe: Connection, tokens: int, section: TransferSection, device: str) -> None:
+async def hold(
+    pipe: Connection, tokens: int, section: TransferSection, device: str, layout: CacheLayout | None
+) -> None:
     """Serve every transfer whose id comes through the pipe; all of it is final at once."""
-    side = Side("holder", tokens, section, device)
+    side = Side("holder", tokens, section, device, layout)
     server = grpc.aio.server(options=server_options(links.MAX_MESSAGE_BYTES))
     peer_pb2_grpc.add_KvPeerServicer_to_server(side.links, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -185,8 +202,10 @@ async def hold(pipe: Connection, tokens: int, section: TransferSection, device: 
     side.thread.stop(5.0)
 
 
-def hold_main(pipe: Connection, tokens: int, section: TransferSection, device: str) -> None:
-    uvloop.run(hold(pipe, tokens, section, device))
+def hold_main(
+    pipe: Connection, tokens: int, section: TransferSection, device: str, layout: CacheLayout | None = None
+) -> None:
+    uvloop.run(hold(pipe, tokens, section, device, layout))
     os._exit(0)
 
 

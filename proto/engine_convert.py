@@ -15,7 +15,7 @@ from ..core.errors import BY_REASON, HeadraceError, PeerError, RequestError
 from ..core.sampling import MAX_CHOICES, FinishReason, SamplingParams, TokenLogprobs
 from .internal.v1 import engine_pb2 as pb
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the session protocol; both ends must say the same."""
 
 MAX_MESSAGE_TEXT = 1000
