@@ -158,6 +158,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML with a table for each section")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting; repeat for more")
     parser.add_argument("--log-level", dest="log_level", metavar="debug|info|warning|error")
+    parser.add_argument(
+        "--otlp-traces-endpoint", dest="otlp_traces_endpoint", metavar="URL", help="send spans of requests there"
+    )
 
 
 def _add_parent(parser: argparse.ArgumentParser) -> None:

@@ -171,3 +171,5 @@ class Config:
     router: RouterSection = field(default_factory=RouterSection)
     serve: ServeSection = field(default_factory=ServeSection)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otlp_traces_endpoint: str = ""
+    """Collector that spans of requests are sent to, for example http://localhost:4317 (OTLP over gRPC); empty: none."""

@@ -10,6 +10,7 @@ from types import TracebackType
 from ..core.clock import Clock
 from ..core.errors import HeadraceError
 from ..core.sampling import TokenLogprobs
+from ..traces.spans import OFF, Traces
 from .answer import ChoiceAnswer, Delta
 from .block_chains import BlockChains, hash_prompt, is_short
 from .dispatch import Dispatcher, Inbox, Output, Sequence
@@ -17,6 +18,7 @@ from .journey import End, JourneyStats, OutToken
 from .request import Bounds, Draft, Request, settle
 from .served_model import ServedModel
 from .tokenizer import TokenizerPool
+from .traces import end_request
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Edge:
     request_timeout_s: float
     max_model_len: int
     """From settings; 0: what checkpoint and workers allow."""
+    traces: Traces = OFF
 
     def bounds(self) -> Bounds:
         """What requests are checked against right now."""
@@ -100,6 +103,10 @@ class Generation:
         self.prompt_logprobs: list[dict[int, tuple[int, TokenLogprobs]]] = [{} for _ in request.prompts]
         """By prompt: position to (token, log-probabilities)."""
         self._edge = edge
+        self._arrived_s = arrived_s
+        self._context = edge.traces.begin(request.traceparent)
+        # Without traces of our own the client's context reaches the workers as it came.
+        traceparent = self._context.traceparent if edge.traces.is_on else request.traceparent
         self._inbox = Inbox()
         self._open = set(range(request.num_choices))
         deadline_s = arrived_s + min(request.timeout_s, edge.request_timeout_s)
@@ -116,7 +123,7 @@ class Generation:
                 cache_salt=request.cache_salt,
                 chains=chains[number],
                 priority=request.priority,
-                traceparent=request.traceparent,
+                traceparent=traceparent,
             )
             for number, prompt in enumerate(request.prompts)
         ]
@@ -131,6 +138,18 @@ class Generation:
     ) -> None:
         for sequence in self.sequences:
             self._edge.dispatcher.cancel(sequence)
+        usage = self.usage()
+        end_request(
+            self._edge.traces,
+            self._context,
+            self.request,
+            self.sequences,
+            start_s=self._arrived_s,
+            end_s=self._edge.clock.now_s(),
+            finish_reasons=[answer.finish.reason for answer in self.answers if answer.finish is not None],
+            tokens=(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+            error=error,
+        )
 
     def cancel(self, error: HeadraceError) -> None:
         """End what still runs; readers get `error`."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import uvicorn
 from ..config.tree import Config
 from ..core.clock import MonotonicClock
 from ..core.errors import ConfigError, Draining
+from ..traces.spans import open_traces
 from .connection import EdgeConnection
 from .dispatch import Dispatcher
 from .generation import Edge
@@ -64,6 +66,7 @@ class Router:
             strict_fields=config.router.strict_fields,
             request_timeout_s=config.router.request_timeout_s,
             max_model_len=config.model.max_model_len,
+            traces=open_traces(config.otlp_traces_endpoint, "headrace-router", f"router-{os.getpid()}"),
         )
         self.http = HttpSurface(self.edge, config.router, _shown_settings(config))
         self.grpc: GrpcSurface | None = None
@@ -131,6 +134,7 @@ class Router:
                 self._server.force_exit = True
                 await self._http_task
         self._pool.close()
+        await asyncio.to_thread(self.edge.traces.close)
 
 
 async def serve(config: Config) -> None:

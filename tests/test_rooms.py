@@ -25,10 +25,11 @@ ROOMS: dict[str, set[str]] = {
     "kvcache": {"kernels", "config"},
     "engine": {"model", "kvcache", "kernels", "config"},
     "transfer": {"config"},
-    "worker": {"engine", "model", "kvcache", "kernels", "transfer", "proto", "config"},
+    "traces": set(),
+    "worker": {"engine", "model", "kvcache", "kernels", "transfer", "traces", "proto", "config"},
     "prefill": {"worker", "engine", "kvcache", "transfer", "proto", "config"},
     "decode": {"worker", "engine", "kvcache", "transfer", "proto", "config"},
-    "router": {"proto", "config"},
+    "router": {"proto", "config", "traces"},
     "cli": {"config"},
 }
 """Which rooms each may import, besides `core`. `cli` may import any, but only inside functions."""
@@ -42,6 +43,7 @@ PACKAGES: dict[str, set[str]] = {
     "kvcache": {"numpy", "torch"},
     "engine": {"numpy", "torch"},
     "transfer": {"numpy"},
+    "traces": {"opentelemetry"},
     "worker": {"google", "grpc", "numpy", "prometheus_client", "torch", "uvicorn", "uvloop"},
     "prefill": {"uvloop"},
     "decode": {"uvloop"},

@@ -74,6 +74,7 @@ class Intake:
             transfer_id=TransferId(submit.transfer_id) if needs_transfer else None,
             holder=self._holder(submit.holder) if kind.lands else None,
             seeds=seeds_from_message(submit),
+            traceparent=submit.traceparent,
         )
 
     def _check_tokens(self, prompt: tuple[int, ...], num_output_tokens: int, sampling: SamplingParams) -> None:

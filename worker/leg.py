@@ -51,6 +51,8 @@ class LegOrder:
     """GENERATE and FETCH."""
     seeds: tuple[int, ...] = ()
     """One choice for each; empty: one choice with the sampling's seed."""
+    traceparent: str = ""
+    """The span that this leg belongs to, as a W3C header."""
 
     @property
     def num_choices(self) -> int:

@@ -33,6 +33,7 @@ from ..engine.build import Built, build_engine
 from ..model.config import WINDOW
 from ..proto.engine_convert import PROTOCOL
 from ..proto.internal.v1 import engine_pb2, engine_pb2_grpc, peer_pb2_grpc
+from ..traces.spans import open_traces
 from ..transfer import api as transfer
 from ..transfer.driver import Driver
 from ..transfer.nixl_driver import NixlDriver, agent_name
@@ -50,6 +51,7 @@ from .metrics import Snapshots, WorkerMetrics
 from .peers import PeerBook
 from .session import EngineService
 from .status import StatusServer, StatusSource
+from .traces import LegTraces
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ class Worker:
     def __init__(self, config: Config, legs: LegFactories, *, clock: Clock | None = None) -> None:
         self._config = config
         self._clock = clock if clock is not None else MonotonicClock()
+        role = config.worker.role
+        self._traces = open_traces(config.otlp_traces_endpoint, f"headrace-{role}", config.worker.worker_id or role)
         self._legs = legs
         self._incarnation: Incarnation = new_incarnation()
         self._worker_id = WorkerId(config.worker.worker_id or f"{config.worker.role}-0")
@@ -177,7 +181,9 @@ class Worker:
             self._legs,
             to_engine=built.engine.post,
             to_transfer=self._to_transfer,
-            witness=metrics,
+            witness=metrics
+            if not self._traces.is_on
+            else LegTraces(metrics, self._traces, self._worker_id, self._clock.now_s),
             max_legs=self._config.engine.max_queue + 2 * self._config.engine.max_num_seqs,
         )
         service = EngineService(
@@ -235,6 +241,7 @@ class Worker:
             await peers.stop()
             await peer_server.stop(GRACE_S)
             thread.stop(GRACE_S)
+            await asyncio.to_thread(self._traces.close)
             built.engine.stop(GRACE_S)
 
     async def _flush(self, parts: _Parts) -> None:

@@ -1,0 +1,1 @@
+"""Spans of requests, sent to an OpenTelemetry collector; off unless an endpoint is set."""
