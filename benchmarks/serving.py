@@ -91,6 +91,7 @@ async def drive(url: str, load: Load) -> dict[str, float]:
         ]
         for body in bodies[: load.warmup]:
             await one(client, body)
+        before = await sums(client)
         waiting = iter(bodies[load.warmup :])
         samples: list[Sample] = []
 
@@ -101,6 +102,8 @@ async def drive(url: str, load: Load) -> dict[str, float]:
         begin_s = time.perf_counter()
         await asyncio.gather(*(client_loop() for _ in range(load.concurrency)))
         took_s = time.perf_counter() - begin_s
+        after = await sums(client)
+    tail_s, prefill_s = (after[name] - before[name] for name in SUMS)
     ttft = sorted(sample.ttft_s for sample in samples)
     gaps = sorted(gap for sample in samples for gap in sample.gaps_s)
     return {
@@ -109,7 +112,23 @@ async def drive(url: str, load: Load) -> dict[str, float]:
         "itl_ms_median": statistics.median(gaps) * 1e3,
         "itl_ms_p99": gaps[min(len(gaps) - 1, len(gaps) * 99 // 100)] * 1e3,
         "output_tokens_per_s": sum(sample.output_tokens for sample in samples) / took_s,
+        # What a transfer adds after the prefill's end, as a share of the prefill: 0 where nothing travels.
+        "tail_of_prefill": tail_s / prefill_s if prefill_s else 0.0,
     }
+
+
+SUMS = ("headrace:kv_transfer_tail_seconds_sum", "headrace:request_prefill_time_seconds_sum")
+
+
+async def sums(client: httpx.AsyncClient) -> dict[str, float]:
+    """The router's sums of transfers' tails and of prefills, seconds."""
+    found = dict.fromkeys(SUMS, 0.0)
+    for line in (await client.get("/metrics")).text.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0]
+        if name in found:
+            found[name] += float(value)
+    return found
 
 
 def serve_and_drive(words: list[str], load: Load) -> dict[str, float]:
@@ -164,11 +183,12 @@ def main() -> None:
     else:
         for name, flags in {"disaggregated": [], "monolithic": ["--monolithic"]}.items():
             results[name] = serve_and_drive(flags, load)
-    print(f"{'':<16}{'TTFT ms':>16}{'ITL ms':>16}{'tokens/s':>12}    (median / p99)")
+    print(f"{'':<16}{'TTFT ms':>16}{'ITL ms':>16}{'tokens/s':>12}{'tail/prefill':>14}    (median / p99)")
     for name, found in results.items():
         ttft = f"{found['ttft_ms_median']:.0f} / {found['ttft_ms_p99']:.0f}"
         itl = f"{found['itl_ms_median']:.1f} / {found['itl_ms_p99']:.1f}"
-        print(f"{name:<16}{ttft:>16}{itl:>16}{found['output_tokens_per_s']:>12.0f}")
+        rate, tail = found["output_tokens_per_s"], found["tail_of_prefill"]
+        print(f"{name:<16}{ttft:>16}{itl:>16}{rate:>12.0f}{tail:>14.2%}")
     if words.json:
         document = {
             "load": asdict(load),
