@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import platform
@@ -52,8 +53,10 @@ MODES: Mapping[str, tuple[str, ...]] = {
     "monolithic bf16": ("--monolithic", "--kv-dtype", "bf16"),
     "monolithic fp8+fp4": ("--monolithic", "--kv-dtype", "fp8"),
     "disaggregated fp8+fp4": ("--prefill", "1", "--decode", "1", "--kv-dtype", "fp8"),
+    "prefix hit fp8+fp4": ("--prefill", "1", "--decode", "1", "--kv-dtype", "fp8"),
 }
-MUST_AGREE = ("monolithic fp8+fp4", "disaggregated fp8+fp4")
+"""Prefix hit: what is asked was asked before, and the cache answers for the prompt."""
+MUST_AGREE = ("monolithic fp8+fp4", "disaggregated fp8+fp4", "prefix hit fp8+fp4")
 QUESTIONS = {1024: 44, 2048: 22, 4096: 22, 8192: 11, 16384: 11, 32000: 5}
 """Prompt tokens -> how many questions, at evenly spaced depths."""
 NUM_NEEDLES = 4
@@ -139,20 +142,48 @@ def ask(client: httpx.Client, prompt: str, max_tokens: int) -> str:
     return text
 
 
+def ask_again(client: httpx.Client, prompt: str, max_tokens: int) -> str:
+    """The answer of the second time, whose prompt must not have been computed again."""
+    ask(client, prompt, max_tokens)
+    before = prompt_tokens(client)
+    text = ask(client, prompt, max_tokens)
+    asked, cached = (after - before for after, before in zip(prompt_tokens(client), before, strict=True))
+    assert cached > asked / 2, f"{cached} of {asked} prompt tokens were cached"
+    return text
+
+
+def prompt_tokens(client: httpx.Client) -> tuple[float, float]:
+    """Prompt tokens so far, and how many of them came from a cache, by the router's count."""
+    names = ("headrace:prompt_tokens_total", "headrace:prompt_tokens_cached_total")
+    found = dict.fromkeys(names, 0.0)
+    for line in client.get("/metrics").text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.partition("{")[0] in found:
+            found[name.partition("{")[0]] += float(value)
+    return found[names[0]], found[names[1]]
+
+
+@contextlib.contextmanager
+def asking(checkpoint: Path, mode: str) -> Iterator[Callable[[str, int], str]]:
+    """How to ask in a mode, while its servers live."""
+    with (
+        served(checkpoint, MODES[mode]) as url,
+        httpx.Client(base_url=url, timeout=600.0, trust_env=False) as client,
+    ):
+        yield functools.partial(ask_again if mode.startswith("prefix hit") else ask, client)
+
+
 def recall(checkpoint: Path, modes: Sequence[str], limit: int) -> dict[str, Any]:
     """Each mode's answers, by length and depth."""
     haystack = Haystack(Tokenizer.from_file(str(checkpoint / "tokenizer.json")))
     asked = [q for length, count in QUESTIONS.items() if length <= limit for q in haystack.questions(length, count)]
     told: dict[str, Any] = {}
     for mode in modes:
-        with (
-            served(checkpoint, MODES[mode]) as url,
-            httpx.Client(base_url=url, timeout=600.0, trust_env=False) as client,
-        ):
+        with asking(checkpoint, mode) as answer_to:
             rows = []
             for question in asked:
                 begin_s = time.perf_counter()
-                text = ask(client, question.prompt, ANSWER_TOKENS)
+                text = answer_to(question.prompt, ANSWER_TOKENS)
                 rows.append(
                     {
                         "tokens": question.length,
@@ -299,12 +330,18 @@ def chat(checkpoint: Path) -> dict[str, str]:
     return told
 
 
-def disagreements(told: Mapping[str, Any]) -> int | None:
-    """Questions that modes which must agree answered differently; None where one of them was not asked."""
-    if any(mode not in told for mode in MUST_AGREE):
-        return None
-    pairs = zip(*(told[mode]["questions"] for mode in MUST_AGREE), strict=True)
-    return sum(any(a[key] != b[key] for key in ("tokens", "depth", "answer")) for a, b in pairs)
+def disagreements(told: Mapping[str, Any]) -> dict[str, str]:
+    """Of each mode that must agree with the first: answers that differ, of those that both were asked."""
+    found = {}
+    first, *others = MUST_AGREE
+    for mode in others:
+        if first in told and mode in told:
+            answers = [
+                {(q["tokens"], q["depth"]): q["answer"] for q in told[each]["questions"]} for each in (first, mode)
+            ]
+            both = answers[0].keys() & answers[1].keys()
+            found[mode] = f"{sum(answers[0][key] != answers[1][key] for key in both)} of {len(both)}"
+    return found
 
 
 def main() -> None:
