@@ -249,6 +249,12 @@ class WorkerSession:
             await self._stub.ClearCache(pb.ClearCacheRequest(), timeout=self._times.connect_s)
         except grpc.aio.AioRpcError as error:
             raise PeerLost(f"{self.address}: {error.details()}") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # The session ended, and its channel with it.
+            raise PeerLost(f"{self.address}: the session ended") from None
 
     def send(self, message: pb.RouterMessage) -> bool:
         """Queue a message; False if there is no session, so that the leg must be given up."""

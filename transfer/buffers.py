@@ -257,6 +257,8 @@ class LandingBuffer:
     link_id: int | None = None
     agent: str | None = None
     held_since_s: float | None = field(default=None, compare=False)
+    is_overdue: bool = field(default=False, compare=False)
+    """HELD, and its READ's own deadline has passed: it may be so for ever."""
 
 
 class LandingBuffers:
@@ -297,6 +299,11 @@ class LandingBuffers:
         self.buffers[index].held_since_s = now_s
         return self._move(index, LandingEvent.GIVEN_UP)
 
+    def overdue(self, index: int) -> None:
+        """The deadline of a READ that nobody waits for has passed."""
+        assert self.buffers[index].phase is LandingPhase.HELD
+        self.buffers[index].is_overdue = True
+
     def settle(self, index: int) -> LandingPhase:
         """The landed bytes were stored or refused."""
         return self._move(index, LandingEvent.SETTLED)
@@ -309,6 +316,11 @@ class LandingBuffers:
     @property
     def num_held(self) -> int:
         return sum(buffer.phase is LandingPhase.HELD for buffer in self.buffers)
+
+    @property
+    def num_overdue(self) -> int:
+        """HELD ones whose READ is late, not merely one that was given up a moment ago."""
+        return sum(buffer.is_overdue for buffer in self.buffers)
 
     def oldest_held_s(self, now_s: float) -> float:
         """Age of the oldest HELD buffer; 0 without one."""
@@ -324,6 +336,7 @@ class LandingBuffers:
             if not self._by_agent[buffer.agent]:
                 del self._by_agent[buffer.agent]
             buffer.owner = buffer.link_id = buffer.agent = buffer.held_since_s = None
+            buffer.is_overdue = False
             self._free.append(index)
         return buffer.phase
 

@@ -900,6 +900,7 @@ class Links:
             return
         assert link.probe_landing is not None
         self._buffers.give_up(link.probe_landing, self._now_s)
+        self._buffers.overdue(link.probe_landing)
         link.probe_landing = None
         self._deadlines.set(("probe", link.peer), self._now_s + PROBE_AGAIN_S)
 

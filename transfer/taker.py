@@ -500,11 +500,11 @@ class Taker:
     def _read_done(self, event: ReadDone) -> None:
         owner = self._buffers.buffers[event.landing].owner
         assert owner is not None
+        self._deadlines.drop(("read", owner, event.landing))
         if self._buffers.done(event.landing) is LandingPhase.FREE:
             # HELD: nobody waits for these bytes any more.
             return
         transfer = self._open[owner]
-        self._deadlines.drop(("read", owner, event.landing))
         announced = transfer.reading.pop(event.landing)
         self._step(transfer, S.PIECE)
         if event.header != announced_header(announced.message):
@@ -524,9 +524,9 @@ class Taker:
         assert agent is not None
         waited_for = buffer.phase is LandingPhase.READING
         self._buffers.lost(landing)
+        self._deadlines.drop(("read", owner, landing))
         if waited_for:
             transfer = self._open[owner]
-            self._deadlines.drop(("read", owner, landing))
             del transfer.reading[landing]
             self._abort(transfer, "link", PeerLost("a READ has failed"))
         self._actions.append(ToLinks(ReadFailed(agent)))
@@ -606,9 +606,9 @@ class Taker:
         if tell and transfer.link is not None:
             self._send(transfer, Cancel(transfer.transfer_id))
         for landing in list(transfer.reading):
-            # Left to the reaper: its bytes may land for as long as the READ runs.
+            # Left to the reaper: its bytes may land for as long as the READ runs. Its deadline stays: only a READ that
+            # is late speaks against the peer.
             self._buffers.give_up(landing, self._now_s)
-            self._deadlines.drop(("read", transfer.transfer_id, landing))
         transfer.reading.clear()
         transfer.pending.clear()
         if transfer.transfer_id in self._turn:
@@ -645,6 +645,12 @@ class Taker:
     def _due(self) -> None:
         for kind, transfer_id, landing in self._deadlines.pop_due(self._now_s):
             transfer = self._open.get(transfer_id)
+            if kind == "read":
+                buffer = self._buffers.buffers[landing]
+                assert buffer.owner == transfer_id
+                if buffer.phase is LandingPhase.HELD:
+                    self._buffers.overdue(landing)
+                    continue
             if transfer is None or transfer.phase is P.DRAINING:
                 continue
             match kind:
@@ -662,6 +668,7 @@ class Taker:
                     assert landing in transfer.reading
                     # From the holder of the whole prefix this is the end; the buffer goes to the reaper.
                     self._abort(transfer, "overdue", TransferFailed("a READ is overdue"))
+                    self._buffers.overdue(landing)
                     self._actions.append(ToLinks(ReadOverdue(link.link_id)))
                 case _:
                     raise AssertionError(kind)
@@ -669,10 +676,11 @@ class Taker:
             self._tombstones.popitem(last=False)
 
     def _alarm(self) -> None:
-        """Said once each time half of the buffers have become HELD."""
-        many = 2 * self._buffers.num_held >= len(self._buffers.buffers)
+        """Said once each time half of the buffers are HELD by READs that are late."""
+        num_overdue = self._buffers.num_overdue
+        many = 2 * num_overdue >= len(self._buffers.buffers)
         if many and not self._alarmed:
-            self._actions.append(Deliver(Quarantined(self._buffers.num_held, len(self._buffers.buffers))))
+            self._actions.append(Deliver(Quarantined(num_overdue, len(self._buffers.buffers))))
         self._alarmed = many
 
     # ---- small ----

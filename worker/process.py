@@ -25,7 +25,7 @@ from .. import __version__
 from ..config.tree import Config
 from ..core.blocks import BLOCK_TOKENS
 from ..core.clock import Clock, MonotonicClock
-from ..core.errors import ConfigError, Draining, LayoutError
+from ..core.errors import ConfigError, Draining
 from ..core.ids import Incarnation, WorkerId, new_incarnation
 from ..core.peer import PeerMessage
 from ..engine import api as engine
@@ -496,12 +496,9 @@ def _check_segments(built: Built, segment_bytes: int) -> None:
     Raises:
         ConfigError: one range of one layer does not fit.
     """
-    try:
-        built.geometry.history_segments(0, 1, segment_bytes)
-        for length in range(1, 2 * BLOCK_TOKENS + 1):
-            built.geometry.tail_segments(length, segment_bytes)
-    except LayoutError as error:
-        raise ConfigError(f"transfer.segment_bytes is too small for this model: {error}") from error
+    least = built.geometry.min_segment_bytes
+    if segment_bytes < least:
+        raise ConfigError(f"transfer.segment_bytes is {segment_bytes}; this model needs at least {least}")
 
 
 def _report_loading() -> Callable[[int, int], None]:

@@ -165,10 +165,15 @@ def test_too_small_a_segment_is_refused_and_the_least_size_is_known():
     for kv_dtype in ("fp32", "bf16", "fp8"):
         geometry = CacheGeometry(CacheLayout(SHAPE, kv_dtype))
         least = geometry.min_segment_bytes
-        for length in (383, 1000, 1023):
-            segments_of(geometry, length, least)
+        cut_all(geometry, least)
         with pytest.raises(LayoutError):
-            segments_of(geometry, 1023, least - 1)
+            cut_all(geometry, least - 1)
+
+
+def cut_all(geometry: CacheGeometry, limit: int) -> None:
+    """Prompts of every length, into segments of at most this size."""
+    for length in (*range(1, 600), 1000, 1023):
+        segments_of(geometry, length, limit)
 
 
 def test_window_only_models_have_no_history_and_no_rows():

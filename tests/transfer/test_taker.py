@@ -489,15 +489,29 @@ def test_a_link_in_doubt_gets_nothing_new_and_five_seconds_for_the_rest():
     assert len(told(bench.do(Tick(), after_s=5.1))) == 2
 
 
-def test_half_of_the_buffers_held_is_said_once():
-    """The worker is to leave and restart."""
+def test_half_of_the_buffers_held_by_late_reads_is_said_once():
+    """The worker is to leave and restart. A pull that was cancelled speaks against nobody before its READs are late."""
     bench = Bench()
     bench.taking()
     for seq in range(2):
         bench.says(ready(seq))
-    actions = bench.do(CancelPull(ID))
-    assert told(actions)[-1] == Quarantined(2, 4)
+    assert not any(isinstance(event, Quarantined) for event in told(bench.do(CancelPull(ID))))
+    assert told(bench.do(Tick(), after_s=4.9)) == []
+    assert told(bench.do(Tick(), after_s=0.2)) == [Quarantined(2, 4)]
     assert told(bench.do(Tick())) == []
+
+
+def test_reads_that_end_in_time_after_their_pull_was_cancelled_are_no_alarm():
+    """A burst of clients that leave costs buffers for as long as the bytes take, and nothing else."""
+    bench = Bench()
+    bench.taking()
+    for seq in range(2):
+        bench.says(ready(seq))
+    bench.do(CancelPull(ID))
+    for landing in range(2):
+        bench.do(ReadDone(landing, bytes(64)))
+    assert told(bench.do(Tick(), after_s=60.0)) == []
+    assert bench.buffers.num_held == bench.buffers.num_overdue == 0
 
 
 def test_late_speech_is_counted_and_changes_nothing():
