@@ -6,7 +6,7 @@ from oracle import oracle
 from oracle.builder import Variant
 from oracle.judge import LONG, LONG_CUTS, SHORT, SHORT_CUTS, Checkpoints, check
 from oracle.ours import Ours
-from oracle.variants import BY_NAME, VARIANTS
+from oracle.variants import BY_NAME, VARIANTS, each_variant
 
 from headrace.model.checkpoint import load_weights
 from headrace.model.config import ModelConfig
@@ -14,8 +14,6 @@ from headrace.model.config import ModelConfig
 CHUNKS = ([SHORT], [7, 1, 122, 37], [64], [3, 1, 124, 1, 127], [1])
 """Whole; across every border; page by page; up to each border; token by token."""
 LONG_CHUNKS = ([LONG], [256], [1023, 1, 1, 100], [2047, 1])
-NIGHTLY = ("without_mtp", "all_hashed", "few_rounds", "short_yarn", "released_limit")
-"""Variants that run nightly, as all long prompts do: each differs in one thing from one that always runs."""
 
 
 def greedy_agrees(ours: Ours, record: oracle.Record) -> None:
@@ -27,11 +25,7 @@ def greedy_agrees(ours: Ours, record: oracle.Record) -> None:
         assert tokens[:certain] == continuation.tokens[:certain], f"after {continuation.length} tokens, cut as {chunks}"
 
 
-@pytest.mark.parametrize(
-    "v",
-    [pytest.param(v, marks=pytest.mark.slow) if v.name in NIGHTLY else v for v in VARIANTS],
-    ids=lambda v: v.name,
-)
+@each_variant
 def test_logits_and_greedy_tokens_are_those_of_transformers(v: Variant, checkpoints: Checkpoints):
     """Within 5e-5 at all positions; and the cuts change no bit."""
     record = checkpoints.record(v, SHORT, SHORT_CUTS)

@@ -7,7 +7,7 @@ from oracle.builder import Variant, oracle_model, random_weights
 from oracle.faults import FAULTS
 from oracle.judge import LONG, LONG_CUTS, SHORT, SHORT_CUTS, TOLERANCE, Checkpoints, worst
 from oracle.plain import Plain
-from oracle.variants import BY_NAME, VARIANTS
+from oracle.variants import BY_NAME, VARIANTS, each_variant
 
 from headrace.model.config import ModelConfig
 
@@ -18,7 +18,7 @@ def plain(v: Variant, kind: type[Plain] = Plain) -> Plain:
     return kind(ModelConfig.from_dict(v.config()), random_weights(v))
 
 
-@names
+@each_variant
 def test_the_plain_reference_agrees_with_transformers(v: Variant, checkpoints: Checkpoints):
     """Two implementations that share no code, at every position: their rounding noise apart, the same logits."""
     record = checkpoints.record(v, SHORT, SHORT_CUTS)

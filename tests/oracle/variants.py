@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from .builder import Variant
 
 VARIANTS = (
@@ -24,3 +26,12 @@ VARIANTS = (
     Variant("without_mtp", 13, (128, 4, 4), hash_layers=0, mtp=0, hidden=256, query_rank=64, index_topk=10),
 )
 BY_NAME = {v.name: v for v in VARIANTS}
+
+NIGHTLY = ("without_mtp", "all_hashed", "few_rounds", "short_yarn", "released_limit")
+"""Variants that run nightly, as all long prompts do: each differs in one thing from one that always runs."""
+
+each_variant = pytest.mark.parametrize(
+    "v",
+    [pytest.param(v, marks=pytest.mark.slow) if v.name in NIGHTLY else v for v in VARIANTS],
+    ids=lambda v: v.name,
+)
