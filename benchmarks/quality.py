@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from demo_model.tasks import Needle, draw_needle
 from oracle.ours import MAX_POSITIONS, Ours
-from serving import wait_ready
+from serving import sums, wait_ready
 
 from headrace.kernels import cpu
 from headrace.kernels.paged import PagedEntries
@@ -145,22 +145,13 @@ def ask(client: httpx.Client, prompt: str, max_tokens: int) -> str:
 def ask_again(client: httpx.Client, prompt: str, max_tokens: int) -> str:
     """The answer of the second time, whose prompt must not have been computed again."""
     ask(client, prompt, max_tokens)
-    before = prompt_tokens(client)
+    names = ("headrace:prompt_tokens_total", "headrace:prompt_tokens_cached_total")
+    before = sums(client.get("/metrics").text, *names)
     text = ask(client, prompt, max_tokens)
-    asked, cached = (after - before for after, before in zip(prompt_tokens(client), before, strict=True))
+    after = sums(client.get("/metrics").text, *names)
+    asked, cached = (later - earlier for later, earlier in zip(after, before, strict=True))
     assert cached > asked / 2, f"{cached} of {asked} prompt tokens were cached"
     return text
-
-
-def prompt_tokens(client: httpx.Client) -> tuple[float, float]:
-    """Prompt tokens so far, and how many of them came from a cache, by the router's count."""
-    names = ("headrace:prompt_tokens_total", "headrace:prompt_tokens_cached_total")
-    found = dict.fromkeys(names, 0.0)
-    for line in client.get("/metrics").text.splitlines():
-        name, _, value = line.rpartition(" ")
-        if name.partition("{")[0] in found:
-            found[name.partition("{")[0]] += float(value)
-    return found[names[0]], found[names[1]]
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ async def drive(url: str, load: Load) -> dict[str, float]:
         ]
         for body in bodies[: load.warmup]:
             await one(client, body)
-        before = await sums(client)
+        before = sums((await client.get("/metrics")).text, *SUMS)
         waiting = iter(bodies[load.warmup :])
         samples: list[Sample] = []
 
@@ -102,8 +102,8 @@ async def drive(url: str, load: Load) -> dict[str, float]:
         begin_s = time.perf_counter()
         await asyncio.gather(*(client_loop() for _ in range(load.concurrency)))
         took_s = time.perf_counter() - begin_s
-        after = await sums(client)
-    tail_s, prefill_s = (after[name] - before[name] for name in SUMS)
+        after = sums((await client.get("/metrics")).text, *SUMS)
+    tail_s, prefill_s = (later - earlier for later, earlier in zip(after, before, strict=True))
     ttft = sorted(sample.ttft_s for sample in samples)
     gaps = sorted(gap for sample in samples for gap in sample.gaps_s)
     return {
@@ -120,15 +120,15 @@ async def drive(url: str, load: Load) -> dict[str, float]:
 SUMS = ("headrace:kv_transfer_tail_seconds_sum", "headrace:request_prefill_time_seconds_sum")
 
 
-async def sums(client: httpx.AsyncClient) -> dict[str, float]:
-    """The router's sums of transfers' tails and of prefills, seconds."""
-    found = dict.fromkeys(SUMS, 0.0)
-    for line in (await client.get("/metrics")).text.splitlines():
+def sums(metrics: str, *names: str) -> tuple[float, ...]:
+    """Samples of a /metrics page, summed over their labels."""
+    found = dict.fromkeys(names, 0.0)
+    for line in metrics.splitlines():
         name, _, value = line.rpartition(" ")
         name = name.partition("{")[0]
         if name in found:
             found[name] += float(value)
-    return found
+    return tuple(found.values())
 
 
 def serve_and_drive(words: list[str], load: Load) -> dict[str, float]:

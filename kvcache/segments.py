@@ -67,7 +67,8 @@ class CacheGeometry:
     def min_segment_bytes(self) -> int:
         """What `max_bytes` must be at least: the largest thing that is never cut."""
         # What the rings keep repeats with the longer one's period.
-        states = (self.state_bytes(layer, length) for layer in range(self._num_layers) for length in range(1, 513))
+        one_of_each = {self.layout.shape.ratio(layer): layer for layer in range(self._num_layers)}.values()
+        states = (self.state_bytes(layer, length) for layer in one_of_each for length in range(1, 513))
         return max(*self._history, *(3 * size for size in self._window), *states)
 
     def payload_bytes(self, ranges: Sequence[SegmentRange], length: int) -> int:

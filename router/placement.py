@@ -371,7 +371,7 @@ class Placement:
         if not decodes:
             return None
         shares = {worker.ref.address: self._share(worker, want, now_s) for worker in workers}
-        fetches = {worker.ref.address: self._fetch(worker, workers, shares) for worker in workers}
+        holders = self._holders(workers, shares)
         options: list[tuple[int, float, Plan, Worker]] = []
         for decode in decodes:
             share = shares[decode.ref.address]
@@ -382,7 +382,7 @@ class Placement:
                 same = prefill.description.fingerprint == decode.description.fingerprint
                 if prefill is decode or prefill.description.role is Role.DECODE or not same:
                     continue
-                fetch = fetches[prefill.ref.address]
+                fetch = self._fetch(prefill, holders.get(prefill.description.fingerprint), shares)
                 cost = (
                     shares[prefill.ref.address].cost_here(prefill)
                     - (fetch[0] if fetch is not None else 0)
@@ -407,23 +407,28 @@ class Placement:
             computed_tokens=computed_tokens,
         )
 
-    def _fetch(self, worker: Worker, workers: list[Worker], shares: dict[str, _Share]) -> tuple[int, Fetch] | None:
-        """The prefix that this worker had better take from another one than compute; and what that spares."""
-        if not self._fetch_min_tokens or worker.description.role is Role.DECODE:
+    def _holders(self, workers: list[Worker], shares: dict[str, _Share]) -> dict[bytes, Worker]:
+        """By fingerprint the worker that has most to give; nothing if nobody is to fetch."""
+        found: dict[bytes, Worker] = {}
+        for worker in workers if self._fetch_min_tokens else ():
+            best = found.setdefault(worker.description.fingerprint, worker)
+            if shares[worker.ref.address].border_tokens > shares[best.ref.address].border_tokens:
+                found[worker.description.fingerprint] = worker
+        return found
+
+    def _fetch(self, worker: Worker, holder: Worker | None, shares: dict[str, _Share]) -> tuple[int, Fetch] | None:
+        """What this worker had better take from the holder than compute; and what that spares. The holder itself
+        begins at its own border, so that nothing would be spared."""
+        if holder is None:
             return None
         own = shares[worker.ref.address]
-        fingerprint = worker.description.fingerprint
-        others = [other for other in workers if other is not worker and other.description.fingerprint == fingerprint]
-        best = max(others, key=lambda other: shares[other.ref.address].border_tokens, default=None)
-        if best is None:
-            return None
-        border_tokens = shares[best.ref.address].border_tokens
+        border_tokens = shares[holder.ref.address].border_tokens
         spared = own.computed_tokens - (own.num_tokens - border_tokens)
         if spared < self._fetch_min_tokens:
             return None
         ship_tokens = SHIP_TOKENS * max(border_tokens // BLOCK_TOKENS - own.held_blocks, 0)
         gain = COMPUTE_WEIGHT * spared - ship_tokens - FETCH_TOKENS
-        return (gain, Fetch(best.ref, border_tokens)) if gain > 0 else None
+        return (gain, Fetch(holder.ref, border_tokens)) if gain > 0 else None
 
     def _share(self, worker: Worker, want: Want, now_s: float) -> _Share:
         """What a hit spares: one token is always computed, and the window behind it must be there or be redone."""

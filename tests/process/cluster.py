@@ -153,8 +153,8 @@ class Cluster:
         return found
 
     def count(self, name: str, sample: str, **labels: str) -> float:
-        """A sample of a worker's /metrics, summed over all labels that are not given."""
-        port = self.children()[name].status_port
+        """A sample of a process's /metrics, summed over all labels that are not given."""
+        port = self.port if name == "router" else self.children()[name].status_port
         text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10.0, trust_env=False).text
         return sum(
             found.value

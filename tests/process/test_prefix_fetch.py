@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from process.cluster import READY_LIMIT_S, Cluster
-from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.process
 
@@ -15,17 +14,6 @@ FIRST_TOKENS = 2200
 ANSWER_TOKENS = 120
 BORDER = 2304
 """The answer passes it; the decode worker keeps a check-point there."""
-
-
-def sample(cluster: Cluster, name: str, **labels: str) -> float:
-    """A sample of the router's /metrics."""
-    text = cluster.http.get("/metrics").text
-    return sum(
-        found.value
-        for family in text_string_to_metric_families(text)
-        for found in family.samples
-        if found.name == name and labels.items() <= found.labels.items()
-    )
 
 
 def bits(answer: dict[str, Any]) -> Any:
@@ -56,9 +44,9 @@ def test_prefix_is_fetched_from_the_decode_worker(mortal: Cluster, one: Cluster,
     mortal.until(is_reborn, READY_LIMIT_S, "started again")
     mortal.until(mortal.is_ready, READY_LIMIT_S, "whole again")
     ids += [rng.randint(20, 500) for _ in range(700)]
-    before = sample(mortal, "headrace:prefix_fetches_total")
+    before = mortal.count("router", "headrace:prefix_fetches_total")
     second = ask(mortal, ids, 20)
-    assert sample(mortal, "headrace:prefix_fetches_total", outcome="fetched") == before + 1
+    assert mortal.count("router", "headrace:prefix_fetches_total", outcome="fetched") == before + 1
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == BORDER
     assert bits(second) == bits(ask(one, ids, 20))
     mortal.until_clean()
