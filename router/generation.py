@@ -138,6 +138,8 @@ class Generation:
     ) -> None:
         for sequence in self.sequences:
             self._edge.dispatcher.cancel(sequence)
+        if not self._context.sampled:
+            return
         usage = self.usage()
         end_request(
             self._edge.traces,

@@ -24,8 +24,6 @@ def end_request(
     Args:
         tokens: of the prompts, of the answers, and of the prompts what was cached.
     """
-    if not context.sampled:
-        return
     operation = "chat" if request.chat is not None else "text_completion"
     prompt_tokens, output_tokens, cached_tokens = tokens
     stats = sequences[0].journey.stats
