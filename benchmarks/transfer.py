@@ -91,7 +91,7 @@ class Side:
             for kind in numbers:
                 storage = self.pools.storage(kind)
                 storage.random_(0, 256) if name == "holder" else storage.zero_()
-        self.mover = mover or (DeviceMover(layout, self.pools) if on_gpu else CacheMover(layout, self.pools))
+        self.mover = mover or (DeviceMover(layout, self.pools) if on_gpu else CacheMover(layout, self.pools.specs()))
         self.geometry = self.mover.geometry
         self.heard: asyncio.Queue[api.TransferEvent] = asyncio.Queue()
         self.loop = asyncio.get_running_loop()

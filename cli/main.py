@@ -111,6 +111,13 @@ def make_parser() -> argparse.ArgumentParser:
         _add_settings(worker)
         _add_parent(worker)
 
+    # Without help it is not listed: a worker starts it.
+    transfers = commands.add_parser("transfer", allow_abbrev=False)
+    transfers.set_defaults(command=_transfer)
+    transfers.add_argument("--socket", type=int, required=True)
+    transfers.add_argument("--log-level", required=True)
+    _add_parent(transfers)
+
     layout = add("layout", print_layout, "print what the cache of a model costs, by layer class and precision")
     add_layout_arguments(layout)
 
@@ -233,6 +240,17 @@ def _both(config: Config) -> int:
     from ..worker.process import run
 
     return run(config, {**PREFILL_LEGS, **DECODE_LEGS})
+
+
+def _transfer(arguments: argparse.Namespace) -> int:
+    """A worker's transfers, in a process of their own."""
+    _begin(arguments)
+    from .logs import start_logging
+
+    start_logging(arguments.log_level)
+    from ..worker.transfer_child import run
+
+    return run(arguments.socket)
 
 
 def _worker_settings(arguments: argparse.Namespace, role: str) -> Config:

@@ -53,6 +53,10 @@ def resolve(config: Config, host: Host) -> Config:
     if model.kv_dtype == "auto":
         # Half the bytes of bf16, and the format that the weights were trained with; fp32 arithmetic keeps fp32 pages.
         chosen["model.kv_dtype"] = "fp32" if model.dtype == "fp32" else "fp8"
+    if config.transfer.process == "auto":
+        # Two processes take turns on a GPU; in one the copies run beside the engine's kernels.
+        device = chosen.get("model.device", model.device)
+        chosen["transfer.process"] = "own" if device == "cpu" and config.transfer.driver == "nixl" else "worker"
     if config.engine.num_threads == 0:
         chosen["engine.num_threads"] = max(1, host.num_cores)
     if config.cache.memory_bytes == 0:

@@ -70,6 +70,9 @@ class TransferSection:
     """Shipping pages."""
 
     driver: Literal["nixl", "memory"] = "nixl"
+    process: Literal["auto", "own", "worker"] = "auto"
+    """Where transfers run. own: in a process that shares the pools with the worker's, so that its engine shares nothing
+    else with them; worker: in the worker's. auto: own where the pools lie in the CPU's memory."""
     segment_bytes: int = 8 << 20
     """Payload bound of one segment, and size of a buffer less its header."""
     num_send_buffers: int = 16

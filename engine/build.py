@@ -142,6 +142,14 @@ def build_engine(
         fingerprint(text) if config.cache.prefix_caching else None,
     )
     return Built(
-        engine, model_config, layout, pools, CacheGeometry(layout), CacheMover(layout, pools), text, fingerprint(text),
-        max_model_len, min(max_model_len, manager.max_tokens()),
-    )  # fmt: skip
+        engine,
+        model_config,
+        layout,
+        pools,
+        CacheGeometry(layout),
+        CacheMover(layout, pools.specs()),
+        text,
+        fingerprint(text),
+        max_model_len,
+        min(max_model_len, manager.max_tokens()),
+    )

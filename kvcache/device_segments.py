@@ -56,7 +56,7 @@ class DeviceMover:
     def __init__(self, layout: CacheLayout, pools: CachePools) -> None:
         if pools.device.type != "cuda":
             raise LayoutError("pools on the CPU have the CPU's mover")
-        self.segments = SegmentRuns(layout, pools)
+        self.segments = SegmentRuns(layout, pools.specs())
         self.geometry = self.segments.geometry
         self._gathers, self._scatters = _Lane(pools.device), _Lane(pools.device)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,11 +16,11 @@ from ..core.pools import PoolKind, PoolSpec
 from ..kernels.entry_format import EntryFormat
 from ..kernels.paged import PagedEntries, StateRing
 from .layout import CacheLayout, Stream
+from .shared_memory import SharedMemory
 
 POISON = 0xFF
 """NaN in e4m3, bf16 and fp32: a stale read is loud."""
 
-ALIGNMENT = 4096
 STATE_STREAMS = (Stream.C4A_STATE, Stream.C128A_STATE, Stream.INDEX_STATE)
 ENTRY_STREAMS = (Stream.WINDOW, Stream.C4A, Stream.C128A, Stream.INDEX)
 
@@ -39,9 +38,15 @@ class CachePools:
         self.layout = layout
         self.device = torch.device(device)
         self.poison = poison
-        self._storage = {
-            kind: _allocate(num_pages.get(kind, 0), pool.page_bytes, self.device) for kind, pool in layout.pools.items()
-        }
+        self._storage: dict[PoolKind, Tensor] = {}
+        self._shared: dict[PoolKind, SharedMemory] = {}
+        for kind, pool in layout.pools.items():
+            shape = (num_pages.get(kind, 0), pool.page_bytes)
+            if self.device.type == "cpu":
+                memory = self._shared[kind] = SharedMemory(shape[0] * shape[1])
+                self._storage[kind] = torch.from_numpy(memory.bytes).view(shape)
+            else:
+                self._storage[kind] = torch.empty(shape, dtype=torch.uint8, device=self.device)
         if poison:
             for storage in self._storage.values():
                 storage.fill_(POISON)
@@ -81,16 +86,11 @@ class CachePools:
             for kind, storage in self._storage.items()
         ]
 
+    def descriptors(self) -> dict[PoolKind, int]:
+        """File descriptors under which another process can map pools that lie in the CPU's memory. They stay ours."""
+        return {kind: memory.descriptor for kind, memory in self._shared.items()}
+
     def poison_pages(self, kind: PoolKind, pages: Sequence[int]) -> None:
         """Make freed pages unreadable, if poisoning is on. The allocator's `on_free`."""
         if self.poison and pages:
             self._storage[kind][torch.tensor(pages, device=self.device)] = POISON
-
-
-def _allocate(num_pages: int, page_bytes: int, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
-    # Zeroed memory that the system hands out when it is first touched: a large pool costs nothing until it is used.
-    raw = np.zeros(num_pages * page_bytes + ALIGNMENT, dtype=np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return torch.from_numpy(raw[start : start + num_pages * page_bytes].reshape(num_pages, page_bytes))

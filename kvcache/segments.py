@@ -19,21 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ..core.blocks import BLOCK_TOKENS
 from ..core.errors import LayoutError
-from ..core.pools import PoolKind
+from ..core.pools import PoolKind, PoolSpec
 from ..core.segments import RangeKind, SegmentRange
 from ..kernels import segment_copy
 from .layout import CacheLayout, Region, Stream, kept_rows, live_window
 from .sequence import SequencePages
-
-if TYPE_CHECKING:  # sizes are asked for where no torch is
-    from .pools import CachePools
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -201,12 +197,12 @@ class CacheGeometry:
 class SegmentRuns:
     """Where the bytes of a segment lie in this process's pools, in payload order."""
 
-    def __init__(self, layout: CacheLayout, pools: CachePools) -> None:
+    def __init__(self, layout: CacheLayout, pools: Sequence[PoolSpec]) -> None:
         self.layout = layout
         self.geometry = CacheGeometry(layout)
-        self._base = {spec.kind: spec.base_address for spec in pools.specs()}
-        self._num_pages = {spec.kind: spec.num_pages for spec in pools.specs()}
-        self._page_bytes = {spec.kind: spec.page_bytes for spec in pools.specs()}
+        self._base = {pool.kind: pool.base_address for pool in pools}
+        self._num_pages = {pool.kind: pool.num_pages for pool in pools}
+        self._page_bytes = {pool.kind: pool.page_bytes for pool in pools}
         self._runs: dict[tuple[PoolKind, int, int], tuple[Int64Array, Int64Array]] = {}
 
     def resolve(self, pages: object, ranges: Sequence[SegmentRange], length: int) -> tuple[Int64Array, Int64Array]:
@@ -270,14 +266,15 @@ class SegmentRuns:
 
 
 class CacheMover:
-    """Copies segments between the pages of this process's pools and buffers (`core.segments.SegmentMover`), on the CPU.
+    """Copies segments between buffers and pages of pools that this process maps, on the CPU
+    (`core.segments.SegmentMover`).
 
     The digest is over index, length and payload: a payload under another index is another digest. The copy itself runs
     in C without the GIL.
     """
 
-    def __init__(self, layout: CacheLayout, pools: CachePools) -> None:
-        if pools.device.type != "cpu":
+    def __init__(self, layout: CacheLayout, pools: Sequence[PoolSpec]) -> None:
+        if any(pool.device != "cpu" for pool in pools):
             raise LayoutError("segments are copied by the CPU; pools on a GPU need the device's mover")
         self.segments = SegmentRuns(layout, pools)
         self.geometry = self.segments.geometry

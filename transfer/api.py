@@ -302,9 +302,11 @@ class ThreadFailed:
     error: BaseException
 
 
-TransferEvent: TypeAlias = (
-    Wanted | Ended | Arrived | NotNeeded | PullFailed | Dial | CloseLink | LinkChanged | Quarantined | ThreadFailed
-)
+WorkerEvent: TypeAlias = Wanted | Ended | Arrived | NotNeeded | PullFailed | Quarantined | ThreadFailed
+"""What concerns the worker."""
+
+TransferEvent: TypeAlias = WorkerEvent | Dial | CloseLink | LinkChanged
+"""The rest is for who carries the links."""
 
 # ---- counts ----
 

@@ -119,6 +119,8 @@ class TransferThread:
         _MAPPED.append(self._node)
         self._counts = self._node.counts(clock.now_s())
         self._counted_s = clock.now_s()
+        self.turned_s = 0.0
+        """When the thread last went through its loop: a second ago at most, if it lives. From any thread."""
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
         self._gathers: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
         self._scatters: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
@@ -202,7 +204,8 @@ class TransferThread:
                 dirty = False
             wait_s = self._wait_s(nap_s, dirty)
             happened = self._take(wait_s)
-            happened = node.step(clock.now_s()) or happened
+            self.turned_s = clock.now_s()
+            happened = node.step(self.turned_s) or happened
             nap_s = NAP_MIN_S if happened else min(nap_s * 1.5, NAP_MAX_S)
             dirty = dirty or happened
         self._count()

@@ -84,11 +84,12 @@ class Lifecycle:
 
 
 class ProgressWatch:
-    """How long the engine has not turned, or not stepped with sequences running, or the event loop was not seen.
+    """How long the engine has not turned, or not stepped with sequences running, or nothing was seen of event loop or
+    transfers.
 
     The engine makes a new snapshot at the end of each turn of its loop, with work or without: the same one for long is
-    a step that hangs. One thread calls `observe` (the status thread, each second), `loop_alive` is called by the event
-    loop. Reads are of single attributes and need no lock.
+    a step that hangs. One thread calls `observe` (the status thread, each second), the event loop calls the other two.
+    Reads are of single attributes and need no lock.
     """
 
     def __init__(self, *, wedged_after_s: float, now_s: float) -> None:
@@ -98,10 +99,15 @@ class ProgressWatch:
         self._turned_s = now_s
         self._stepped_s = now_s
         self._loop_seen_s = now_s
+        self._transfers_seen_s = now_s
         self.stalled_s = 0.0
 
     def loop_alive(self, now_s: float) -> None:
         self._loop_seen_s = now_s
+
+    def transfers_alive(self, now_s: float) -> None:
+        """The transfer thread turns; said each second or so, by another process perhaps."""
+        self._transfers_seen_s = now_s
 
     def observe(self, load: EngineLoad | None, now_s: float) -> None:
         """Take a look: `load` is None before the engine runs."""
@@ -110,12 +116,14 @@ class ProgressWatch:
         self._observed_s = now_s
         if load is None or before is None or asleep_s > ASLEEP_S:
             # Whoever does not even look was stopped as a whole: that time says nothing about the engine.
-            self._turned_s = self._stepped_s = self._loop_seen_s = now_s
+            self._turned_s = self._stepped_s = self._loop_seen_s = self._transfers_seen_s = now_s
         if load is not before:
             self._turned_s = now_s
         if load is None or before is None or load.running == 0 or load.steps != before.steps:
             self._stepped_s = now_s
-        self.stalled_s = max(0.0, now_s - min(self._turned_s, self._stepped_s, self._loop_seen_s))
+        self.stalled_s = max(
+            0.0, now_s - min(self._turned_s, self._stepped_s, self._loop_seen_s, self._transfers_seen_s)
+        )
 
     @property
     def wedged(self) -> bool:

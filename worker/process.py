@@ -1,6 +1,6 @@
-"""One worker process from start to exit: engine thread, transfer thread, event loop, status thread.
+"""One worker process from start to exit: engine thread, event loop, status thread, and transfers, here or in a child.
 
-The event loop owns the desk; the other two threads hand their events over and wait for nobody. Settings arrive resolved
+The event loop owns the desk; engine and transfers hand their events over and wait for nobody. Settings arrive resolved
 and with logging started. A broken invariant in any thread ends the process at once: its incarnation dies with it, and
 routers and peers know what that means.
 """
@@ -27,18 +27,14 @@ from ..core.blocks import BLOCK_TOKENS
 from ..core.clock import Clock, MonotonicClock
 from ..core.errors import ConfigError, Draining
 from ..core.ids import Incarnation, WorkerId, new_incarnation
-from ..core.peer import PeerMessage
 from ..engine import api as engine
 from ..engine.build import Built, build_engine
 from ..model.config import WINDOW
 from ..proto.engine_convert import PROTOCOL
-from ..proto.internal.v1 import engine_pb2, engine_pb2_grpc, peer_pb2_grpc
+from ..proto.internal.v1 import engine_pb2, engine_pb2_grpc
 from ..traces.spans import open_traces
 from ..transfer import api as transfer
-from ..transfer.driver import Driver
-from ..transfer.nixl_driver import NixlDriver, agent_name
-from ..transfer.service import TransferThread
-from . import links, session
+from . import session
 from .channels import server_options
 from .desk import Desk
 from .intake import Intake
@@ -46,12 +42,13 @@ from .kv_events import KvLog
 from .kv_streams import KvStreams
 from .leg import LegFactories, TransferLegEvent
 from .lifecycle import Change, Lifecycle, ProgressWatch, WorkerState
-from .links import Links
 from .metrics import Snapshots, WorkerMetrics
 from .peers import PeerBook
 from .session import EngineService
 from .status import StatusServer, StatusSource
 from .traces import LegTraces
+from .transfer_process import Begin, ProcessTransfers, TransferChild
+from .transfers import GRACE_S, LocalTransfers, Report, Transfers, TransferSetup, bind, bracketed
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +56,6 @@ TICK_S = 0.1
 """How late a leg's deadline may be noticed; a second is the shortest of them."""
 CORDON_S = 0.5
 """From the beat that tells routers to the drain. Routers without a session learn by the refusal of their first leg."""
-GRACE_S = 1.0
-"""For last words to leave, when everything is over."""
 EXIT_BROKEN = 70
 EXIT_AGAIN = 75
 """The process is sound but wants to be started anew."""
@@ -102,7 +97,7 @@ class Worker:
         snapshots = Snapshots(
             state=lambda: self._lifecycle.state,
             engine=lambda: self._parts.built.engine.load() if self._parts is not None else None,
-            transfer=lambda: self._parts.transfer.counts() if self._parts is not None else None,
+            transfer=lambda: self._parts.transfers.report().counts if self._parts is not None else None,
             num_legs=lambda: self._parts.desk.num_legs if self._parts is not None else 0,
             stalled_s=lambda: self._watch.stalled_s,
             num_cached_blocks=lambda: self._kv.log.num_blocks,
@@ -114,13 +109,16 @@ class Worker:
         section = self._config.worker
         status = StatusServer(source, host=section.host, port=section.status_port, clock=self._clock)
         status_port = status.start()
+        child = TransferChild(self._config.log_level) if self._config.transfer.process == "own" else None
         try:
             built = await self._build()
             if built is None:
                 return self._status
-            await self._serve(built, metrics, status_port)
+            await self._serve(built, child, metrics, status_port)
         finally:
             status.stop()
+            if child is not None:
+                child.end()
         return self._status
 
     # ---- start ----
@@ -161,22 +159,10 @@ class Worker:
             return None
         return done.result()
 
-    async def _serve(self, built: Built, metrics: WorkerMetrics, status_port: int) -> None:
+    async def _serve(self, built: Built, child: TransferChild | None, metrics: WorkerMetrics, status_port: int) -> None:
         section = self._config.worker
         _check_segments(built, self._config.transfer.segment_bytes)
-        thread = TransferThread(
-            worker_id=self._worker_id,
-            incarnation=self._incarnation,
-            driver=make_driver(self._config, self._worker_id, self._incarnation),
-            geometry=built.geometry,
-            mover=built.mover,
-            fingerprint=built.fingerprint,
-            document=built.document,
-            section=self._config.transfer,
-            clock=self._clock,
-            deliver=self._from_transfer,
-            send=self._to_link,
-        )
+        transfers = self._make_transfers(built, child)
         desk = Desk(
             self._legs,
             to_engine=built.engine.post,
@@ -203,29 +189,23 @@ class Worker:
             fatal=self._fatal,
             clock=self._clock,
         )
-        peers = Links(post=thread.post, new_link_id=thread.new_link_id)
         engine_server = grpc.aio.server(options=server_options(session.MAX_MESSAGE_BYTES))
         engine_pb2_grpc.add_EngineServicer_to_server(service, engine_server)
-        peer_server = grpc.aio.server(options=server_options(links.MAX_MESSAGE_BYTES))
-        peer_pb2_grpc.add_KvPeerServicer_to_server(peers, peer_server)
-        engine_port = _bind(engine_server, section.host, section.engine_port, "worker.engine_port")
-        peer_port = _bind(peer_server, section.host, section.peer_port, "worker.peer_port")
+        engine_port = bind(engine_server, section.host, section.engine_port, "worker.engine_port")
+        peer_port = await transfers.start()
+        host = bracketed(_reachable(section.host))
         self._parts = _Parts(
             built=built,
-            transfer=thread,
+            transfers=transfers,
             desk=desk,
             service=service,
-            links=peers,
             metrics=metrics,
-            peer_address=f"{_bracketed(_reachable(section.host))}:{peer_port}",
+            peer_address=f"{host}:{peer_port}",
         )
         built.engine.start()
-        thread.start()
-        await peer_server.start()
         await engine_server.start()
         ticking = asyncio.create_task(self._tick())
         self._lifecycle.handle(Change.BUILT)
-        host = _bracketed(_reachable(section.host))
         print(
             f"event=ready worker_id={self._worker_id} engine={host}:{engine_port} peer={host}:{peer_port} "
             f"status={host}:{status_port}",
@@ -238,11 +218,39 @@ class Worker:
             ticking.cancel()
             service.finish_sessions("this worker is leaving")
             await engine_server.stop(GRACE_S)
-            await peers.stop()
-            await peer_server.stop(GRACE_S)
-            thread.stop(GRACE_S)
+            await transfers.stop()
             await asyncio.to_thread(self._traces.close)
             built.engine.stop(GRACE_S)
+
+    def _make_transfers(self, built: Built, child: TransferChild | None) -> Transfers:
+        setup = TransferSetup(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            host=self._config.worker.host,
+            peer_port=self._config.worker.peer_port,
+            section=self._config.transfer,
+            shape=built.layout.shape,
+            kv_dtype=self._config.model.kv_dtype,
+            fingerprint=built.fingerprint,
+            document=built.document,
+        )
+        if child is None:
+            return LocalTransfers(
+                setup,
+                geometry=built.geometry,
+                mover=built.mover,
+                deliver=self._from_transfers,
+                reported=self._transfers_reported,
+                clock=self._clock,
+            )
+        pools, descriptors = built.pools.specs(), built.pools.descriptors()
+        return ProcessTransfers(
+            child,
+            Begin(setup, tuple(pools)),
+            [descriptors[pool.kind] for pool in pools],
+            deliver=self._from_transfers,
+            reported=self._transfers_reported,
+        )
 
     async def _flush(self, parts: _Parts) -> None:
         """Refuse what is new, let run what is open, within the budget."""
@@ -293,7 +301,7 @@ class Worker:
         assert parts is not None
         parts.desk.on_time(now_s)
         for command in self._book.on_time(now_s):
-            parts.transfer.post(command)
+            parts.transfers.post(command)
         self._watch.loop_alive(now_s)
         self._lifecycle.handle(Change.STALLED if self._watch.wedged else Change.PROGRESSED)
 
@@ -302,14 +310,6 @@ class Worker:
     def _from_engine(self, events: Sequence[engine.Event]) -> None:
         """In the engine's thread."""
         self._hand_over(self._on_engine, list(events))
-
-    def _from_transfer(self, event: transfer.TransferEvent) -> None:
-        """In the transfer thread."""
-        self._hand_over(self._on_transfer, event)
-
-    def _to_link(self, link_id: int, message: PeerMessage) -> None:
-        """In the transfer thread."""
-        self._hand_over(self._send, link_id, message)
 
     def _hand_over(self, function: Callable[..., None], *arguments: Any) -> None:
         # The loop is closed when the process is past its last word.
@@ -336,26 +336,18 @@ class Worker:
     def _to_transfer(self, command: transfer.Command) -> None:
         assert self._parts is not None
         for passed in self._book.passes(command, self._clock.now_s()):
-            self._parts.transfer.post(passed)
+            self._parts.transfers.post(passed)
 
-    def _send(self, link_id: int, message: PeerMessage) -> None:
-        assert self._parts is not None
-        self._parts.links.send(link_id, message)
+    def _transfers_reported(self, report: Report) -> None:
+        self._watch.transfers_alive(self._clock.now_s())
 
-    def _on_transfer(self, event: transfer.TransferEvent) -> None:
+    def _from_transfers(self, event: transfer.WorkerEvent) -> None:
+        self._guard(self._on_transfer, event)
+
+    def _on_transfer(self, event: transfer.WorkerEvent) -> None:
         parts, now_s = self._parts, self._clock.now_s()
         assert parts is not None
         match event:
-            case transfer.Dial(link_id, _, address):
-                parts.links.dial(link_id, address)
-            case transfer.CloseLink(link_id, reason):
-                parts.links.close(link_id, reason)
-            case transfer.LinkChanged():
-                logger.info(
-                    "link.changed link=%d direction=%s peer=%s phase=%s gigabytes_per_s=%.3f transport=%s reason=%s",
-                    event.link_id, event.direction.value, event.peer, event.phase.value, event.gigabytes_per_s,
-                    event.transport, event.reason,
-                )  # fmt: skip
             case transfer.Quarantined(num_held, num_buffers):
                 logger.error("worker.quarantined held=%d of=%d", num_held, num_buffers)
                 self._status = EXIT_AGAIN
@@ -412,7 +404,7 @@ class Worker:
 
     def _load_report(self) -> engine_pb2.LoadReport:
         assert self._parts is not None
-        load, counts = self._parts.built.engine.load(), self._parts.transfer.counts()
+        load, counts = self._parts.built.engine.load(), self._parts.transfers.report().counts
         return engine_pb2.LoadReport(
             running=load.running,
             waiting=load.waiting,
@@ -454,7 +446,7 @@ class Worker:
             document["peer_address"] = parts.peer_address
             document["sessions"] = parts.service.num_sessions
             document["peers"] = self._book.num_peers
-            document["streams"] = parts.links.num_links
+            document["streams"] = parts.transfers.report().num_links
             log = self._kv.log
             document["prefix_cache"] = {
                 "blocks": log.num_blocks, "seq": log.last_seq, "subscribers": self._kv.num_subscribers,
@@ -467,22 +459,11 @@ class _Parts:
     """What exists once the model is loaded."""
 
     built: Built
-    transfer: TransferThread
+    transfers: Transfers
     desk: Desk
     service: EngineService
-    links: Links
     metrics: WorkerMetrics
     peer_address: str
-
-
-def make_driver(config: Config, worker_id: WorkerId, incarnation: Incarnation) -> Driver:
-    """The driver that the settings name; nixl is loaded here and not before."""
-    name = agent_name(worker_id, incarnation)
-    if config.transfer.driver == "memory":
-        from ..transfer.memory_driver import MemoryNetwork
-
-        return MemoryNetwork(MonotonicClock()).driver(name)
-    return NixlDriver(name)
 
 
 def replay_tokens(num_layers: int) -> int:
@@ -515,22 +496,8 @@ def _report_loading() -> Callable[[int, int], None]:
     return report
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, key: str) -> int:
-    try:
-        bound = server.add_insecure_port(f"{_bracketed(host)}:{port}")
-    except RuntimeError as error:
-        raise ConfigError(f"{key}: cannot listen on {host}:{port}") from error
-    if bound == 0:
-        raise ConfigError(f"{key}: cannot listen on {host}:{port}")
-    return int(bound)
-
-
 def _reachable(host: str) -> str:
     """An address under which others find what listens on `host`."""
     if host in ("0.0.0.0", "::", "[::]"):
         return socket.gethostbyname(socket.gethostname())
     return host.strip("[]")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -39,14 +39,14 @@ def test_device_segments_equal_those_of_the_cpu(kv_dtype: str, length: int) -> N
     for kind in NUMBERS:
         theirs.storage(kind).random_(0, 256)
         ours.storage(kind).copy_(theirs.storage(kind))
-    device, host = DeviceMover(layout, ours), CacheMover(layout, theirs)
+    device, host = DeviceMover(layout, ours), CacheMover(layout, theirs.specs())
     pages = make_pages(length)
     max_bytes = max(8 << 20, host.geometry.min_segment_bytes)
     segments = host.geometry.history_segments(0, length // BLOCK_TOKENS, max_bytes)
     segments += host.geometry.tail_segments(length, max_bytes)
     memory = DeviceMemory(2, max_bytes + 4096, torch.device("cuda", 0))
     copies = [CachePools(layout, NUMBERS, where, poison=True) for where in ("cuda", "cpu")]
-    device_back, host_back = DeviceMover(layout, copies[0]), CacheMover(layout, copies[1])
+    device_back, host_back = DeviceMover(layout, copies[0]), CacheMover(layout, copies[1].specs())
     for ranges in segments:
         size = host.geometry.payload_bytes(ranges, length)
         plain = torch.empty(size, dtype=torch.uint8)

@@ -34,7 +34,7 @@ class End:
         self.length = length
         self.layout = CacheLayout(shape, kv_dtype, extra)
         self.pools = CachePools(self.layout, PAGES, poison=True)
-        self.mover = CacheMover(self.layout, self.pools)
+        self.mover = CacheMover(self.layout, self.pools.specs())
         window = live_window(length)
         self.pages = SequencePages(
             tuple(rng.sample(range(8), -(-length // 256))),

@@ -19,6 +19,7 @@ import httpx
 from process.cluster import READY_LIMIT_S, unclean
 from process.relay import Relay
 from prometheus_client.parser import text_string_to_metric_families
+from support.processes import signal_worker
 
 from headrace.cli.serve import Child, complete, plan_children
 from headrace.config.load import load
@@ -104,10 +105,10 @@ class RelayedCluster:
 
     def stop(self, name: str) -> None:
         """SIGSTOP: it keeps its connections and its memory, and does nothing."""
-        self._processes[name].send_signal(signal.SIGSTOP)
+        signal_worker(self.pid(name), signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
-        self._processes[name].send_signal(signal.SIGCONT)
+        signal_worker(self.pid(name), signal.SIGCONT)
 
     def pid(self, name: str) -> int:
         """Of the living process; it must live."""

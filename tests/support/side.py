@@ -52,7 +52,7 @@ class Side:
         self.layout = CacheLayout(CacheShape(RATIOS), kv_dtype)
         self.pools = CachePools(self.layout, pages, poison=True)
         self.manager = CacheManager(pages, self.pools.poison_pages, replay_tokens=replay)
-        self.mover = CacheMover(self.layout, self.pools)
+        self.mover = CacheMover(self.layout, self.pools.specs())
         self.copier = CheckPointCopier(self.layout, self.pools)
         self.events: list[api.Event] = []
         self.batches: list[list[api.Event]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,10 @@ LOAD = EngineLoad(0, 0, 0, 0, 0.0, {}, 0)
 
 
 def watching(load: EngineLoad | None, until_s: int, watch: ProgressWatch, start_s: int = 0) -> ProgressWatch:
-    """Look once a second at the same snapshot; the event loop is alive."""
+    """Look once a second at the same snapshot; event loop and transfers are alive."""
     for now_s in range(start_s, until_s + 1):
         watch.loop_alive(now_s)
+        watch.transfers_alive(now_s)
         watch.observe(load, now_s)
     return watch
 
@@ -76,10 +78,12 @@ def test_turns_without_steps_while_something_runs_are_a_stall() -> None:
     assert not watch.wedged
 
 
-def test_a_dead_event_loop_wedges() -> None:
-    """The engine may be well; nobody would hear it."""
+@pytest.mark.parametrize("alive", [ProgressWatch.loop_alive, ProgressWatch.transfers_alive])
+def test_a_dead_event_loop_and_dead_transfers_wedge(alive: Callable[[ProgressWatch, float], None]) -> None:
+    """The engine may be well; nobody would hear it, and nobody would get its pages."""
     watch = ProgressWatch(wedged_after_s=30.0, now_s=0.0)
     for now_s in range(40):
+        alive(watch, now_s)
         watch.observe(replace(LOAD), now_s)
     assert watch.wedged
 

@@ -63,6 +63,8 @@ class FakeEngine:
 class FakeThread:
     """A transfer thread that does nothing."""
 
+    turned_s = 0.0
+
     def __init__(self, **parts: Any) -> None:
         self.deliver = parts["deliver"]
         self.posted: list[Any] = []
@@ -117,6 +119,7 @@ class Rig:
                 engine=self.engine,
                 config=SimpleNamespace(vocab_size=100, num_layers=3),
                 geometry=Geometry(self.least_segment_bytes),
+                layout=SimpleNamespace(shape=None),
                 mover=None,
                 document="{}",
                 fingerprint=b"f" * 32,
@@ -129,8 +132,8 @@ class Rig:
             return self.thread
 
         monkeypatch.setattr("headrace.worker.process.build_engine", build)
-        monkeypatch.setattr("headrace.worker.process.TransferThread", thread)
-        monkeypatch.setattr("headrace.worker.process.make_driver", lambda *_: None)
+        monkeypatch.setattr("headrace.worker.transfers.TransferThread", thread)
+        monkeypatch.setattr("headrace.worker.transfers.make_driver", lambda *_: None)
 
     def run(self, script: Callable[[Rig], Awaitable[None]]) -> int:
         async def main() -> int:

@@ -21,12 +21,14 @@ from typing import Any
 
 import grpc
 import pytest
+from support.processes import transfer_process, until_gone
 
 from headrace.core.sampling import SamplingParams
 from headrace.model.demo import ensure_demo
 from headrace.proto.engine_convert import PROTOCOL, sampling_to_message
 from headrace.proto.internal.v1 import engine_pb2 as pb
 from headrace.proto.internal.v1 import engine_pb2_grpc
+from headrace.worker.process import EXIT_BROKEN
 
 pytestmark = pytest.mark.process
 
@@ -49,7 +51,8 @@ class WorkerProcess:
                     "--engine-port", "0", "--peer-port", "0", "--status-port", "0", "--device", "cpu",
                     "--set", "engine.num_threads=1", "--set", "engine.max_num_seqs=8",
                     "--set", "transfer.segment_bytes=1048576", "--set", "transfer.offer_wait_s=3",
-                    "--set", "transfer.pull_wait_s=2", "--max-num-batched-tokens", "256", *words,
+                    "--set", "transfer.pull_wait_s=2", "--set", "transfer.step_deadline_s=8",
+                    "--max-num-batched-tokens", "256", *words,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -470,16 +473,28 @@ def test_metrics_tell_of_the_transfers(pair: Pair) -> None:
     assert "headrace:kv_audit_mismatch_total 0.0" in taken
 
 
-def test_a_killed_prefill_worker_fails_its_transfers_and_its_successor_serves(pair: Pair, rng: random.Random) -> None:
-    """SIGKILL in mid-prefill: the decode leg fails, its pages come back; a new process under the old name serves."""
+@pytest.mark.parametrize(
+    ("part", "status"),
+    [
+        pytest.param(lambda pid: pid, -signal.SIGKILL, id="its_engine"),
+        pytest.param(transfer_process, EXIT_BROKEN, id="its_transfers"),
+    ],
+)
+def test_a_killed_prefill_worker_fails_its_transfers_and_its_successor_serves(
+    pair: Pair, rng: random.Random, part: Callable[[int], int], status: int
+) -> None:
+    """SIGKILL in mid-prefill, of either of its processes: the other one ends too, the decode leg fails, its pages come
+    back; a new process under the old name serves."""
 
     async def killed(prefill: Session, decode: Session) -> None:
         sampling = SamplingParams(max_tokens=5, temperature=0.0)
         for leg in (1, 2, 3):
             await pair.both_legs(prefill, decode, leg, prompt_of(rng, 1500), sampling)
         await prefill.until(1, lambda item: item.HasField("started"))
-        pair.prefill.process.kill()
-        assert await asyncio.to_thread(pair.prefill.process.wait, 10) == -signal.SIGKILL
+        processes = [pair.prefill.process.pid, transfer_process(pair.prefill.process.pid)]
+        os.kill(part(pair.prefill.process.pid), signal.SIGKILL)
+        assert await asyncio.to_thread(pair.prefill.process.wait, 10) == status
+        await asyncio.to_thread(until_gone, processes)
         for leg in (1, 2, 3):
             assert (await decode.end_of(leg)).failed.reason in ("transfer_failed", "worker_failed")
 
@@ -500,17 +515,35 @@ def test_a_killed_prefill_worker_fails_its_transfers_and_its_successor_serves(pa
     pair.run(served)
 
 
-def test_a_stopped_prefill_worker_is_given_up_and_taken_back(pair: Pair, rng: random.Random) -> None:
-    """SIGSTOP in mid-prefill: the decode leg ends by its own deadline; after SIGCONT everything is whole again."""
+def both(pid: int) -> list[int]:
+    return [pid, transfer_process(pid)]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(both, id="all_of_it"),
+        pytest.param(lambda pid: [pid], id="its_engine"),
+        pytest.param(lambda pid: [transfer_process(pid)], id="its_transfers"),
+    ],
+)
+def test_a_stopped_prefill_worker_is_given_up_and_taken_back(
+    pair: Pair, rng: random.Random, part: Callable[[int], list[int]]
+) -> None:
+    """SIGSTOP in mid-prefill, of one or both of its processes: the decode leg ends by a deadline of its own; after
+    SIGCONT everything is whole again."""
 
     async def script(prefill: Session, decode: Session) -> None:
         await pair.both_legs(prefill, decode, 1, prompt_of(rng, 2000), SamplingParams(max_tokens=5, temperature=0.0))
         await prefill.until(1, lambda item: item.HasField("started"))
-        pair.prefill.process.send_signal(signal.SIGSTOP)
+        stopped = part(pair.prefill.process.pid)
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
         try:
             assert (await decode.end_of(1)).failed.reason in ("transfer_failed", "worker_failed")
         finally:
-            pair.prefill.process.send_signal(signal.SIGCONT)
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
 
     pair.run(script)
 
