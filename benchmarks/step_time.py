@@ -1,12 +1,14 @@
 """What transfers cost the engine beside them: decode steps with pages landing in the same pools, and without.
 
-    python benchmarks/step_time.py [--sequences 8] [--tokens 8192] [--rounds 10] [--transport tcp|cma] [--json FILE]
+    python benchmarks/step_time.py [--sequences 8] [--tokens 8192] [--rounds 10] [--transport tcp|cma]
+                                   [--process own|worker] [--json FILE]
 
 A decode worker's process without its gRPC front: the engine computes steps of the demo checkpoint in its own thread
 while another process's pages arrive, one transfer after another without a pause, into pages that the same engine has
-reserved (once: what admission costs is not measured here). Rounds with and without transfers take turns; a round is so
-many steps. Two times of each step: the wall's, and the engine thread's own CPU time, which leaves out what other
-processes take from a machine with few cores.
+reserved (once: what admission costs is not measured here). Transfers run in a process of their own, as they do when
+served on the CPU, or in the engine's. Rounds with and without transfers take turns; a round is so many steps. Two
+times of each step: the wall's, and the engine thread's own CPU time, which leaves out what other processes take from a
+machine with few cores.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ from headrace.config.load import load
 from headrace.config.resolve import resolve
 from headrace.config.tree import TransferSection
 from headrace.core.clock import MonotonicClock
-from headrace.core.ids import TransferId, WorkerId, new_transfer_id
+from headrace.core.ids import TransferId, WorkerId, new_incarnation, new_transfer_id
 from headrace.core.sampling import SamplingParams
 from headrace.engine import api as engine
 from headrace.engine.build import Built, build_engine
 from headrace.transfer import api
-from transfer import SETTINGS, Side, hold_main
+from headrace.worker.transfer_process import Begin, ProcessTransfers, TransferChild
+from headrace.worker.transfers import LocalTransfers, Transfers, TransferSetup
+from transfer import FINGERPRINT, PATIENCE_S, SETTINGS, hold_main
 
 DEMO = Path(__file__).parents[1] / "model" / "demo_weights"
 PROMPT_TOKENS = 300
@@ -86,11 +90,57 @@ def build(arguments: argparse.Namespace, steps: Steps) -> Built:
     return build_engine(resolve(load(flags=flags), inspect_host()), MonotonicClock(), steps.hear, fatal)
 
 
+class Taker:
+    """The transfers of the engine's worker."""
+
+    def __init__(self, built: Built, process: str) -> None:
+        self._heard: asyncio.Queue[api.WorkerEvent] = asyncio.Queue()
+        setup = TransferSetup(
+            worker_id=WorkerId("taker"),
+            incarnation=new_incarnation(),
+            host="127.0.0.1",
+            peer_port=0,
+            section=TransferSection(),
+            shape=built.layout.shape,
+            kv_dtype="fp8",
+            fingerprint=FINGERPRINT,
+            document="{}",
+        )
+        self.transfers: Transfers
+        if process == "own":
+            pools, descriptors = built.pools.specs(), built.pools.descriptors()
+            self.transfers = ProcessTransfers(
+                TransferChild("warning"), Begin(setup, tuple(pools)), [descriptors[pool.kind] for pool in pools],
+                deliver=self._heard.put_nowait, reported=lambda report: None,
+            )  # fmt: skip
+        else:
+            self.transfers = LocalTransfers(
+                setup, geometry=built.geometry, mover=built.mover, deliver=self._heard.put_nowait,
+                reported=lambda report: None,
+            )  # fmt: skip
+
+    async def until_up(self) -> str:
+        """The holder's link stands; what carries its bytes."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                for link in self.transfers.report().counts.links:
+                    if link.phase is api.LinkPhase.UP:
+                        return link.transport
+                await asyncio.sleep(0.01)
+
+    async def arrived(self) -> api.Arrived:
+        async with asyncio.timeout(PATIENCE_S):
+            event = await self._heard.get()
+        if not isinstance(event, api.Arrived):
+            raise RuntimeError(f"a pull has failed: {event}")
+        return event
+
+
 class Lander:
     """Takes a prompt from the holder, again and again, while it is told to."""
 
-    def __init__(self, built: Built, steps: Steps, side: Side, pipe: Any, tokens: int) -> None:
-        self._steps, self._side, self._pipe, self._tokens = steps, side, pipe, tokens
+    def __init__(self, built: Built, steps: Steps, taker: Taker, pipe: Any, tokens: int) -> None:
+        self._steps, self._taker, self._pipe, self._tokens = steps, taker, pipe, tokens
         request = engine.EngineRequest(
             key=KEY, kind=engine.LegKind.GENERATE, prompt=(5,) * tokens, num_output_tokens=0,
             sampling=SamplingParams(max_tokens=1),
@@ -111,7 +161,7 @@ class Lander:
         transfer_id = TransferId(new_transfer_id())
         self._pipe.send((transfer_id, self._tokens))
         await asyncio.to_thread(self._pipe.recv)
-        self._side.thread.post(
+        self._taker.transfers.post(
             api.OpenPull(
                 transfer_id=transfer_id,
                 attempt=1,
@@ -121,24 +171,23 @@ class Lander:
                 length=self._tokens,
             )
         )
-        arrived = await self._side.until(api.Arrived)
+        arrived = await self._taker.arrived()
         self.num_bytes += arrived.stats.payload_bytes
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     steps = Steps()
     built = build(arguments, steps)
-    section = TransferSection()
     ours, theirs = multiprocessing.Pipe()
     holder = multiprocessing.get_context("spawn").Process(
-        target=hold_main, args=(theirs, arguments.tokens, section, "cpu", built.layout), daemon=True
+        target=hold_main, args=(theirs, arguments.tokens, TransferSection(), "cpu", built.layout), daemon=True
     )
     holder.start()
-    side = Side("taker", arguments.tokens, section, "cpu", built.layout, built.mover)
-    side.thread.start()
+    taker = Taker(built, arguments.process)
+    await taker.transfers.start()
     address, _, _ = await asyncio.to_thread(ours.recv)
-    side.thread.post(api.PeerFound(WorkerId("holder"), address))
-    up = await side.until(api.LinkChanged, lambda event: event.phase is api.LinkPhase.UP)
+    taker.transfers.post(api.PeerFound(WorkerId("holder"), address))
+    transport = await taker.until_up()
     per_round = arguments.steps
     output = per_round * (2 * arguments.rounds + 4)
     for key in range(1, 1 + arguments.sequences):
@@ -149,7 +198,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         built.engine.post(engine.Submit(request))
     built.engine.start()
-    lander = Lander(built, steps, side, ours, arguments.tokens)
+    lander = Lander(built, steps, taker, ours, arguments.tokens)
     task = asyncio.create_task(lander.run())
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     rates = []
@@ -184,7 +233,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         }
 
     return {
-        "transport": up.transport,
+        "transport": transport,
+        "process": arguments.process,
         "sequences": arguments.sequences,
         "threads": arguments.threads,
         "tokens": arguments.tokens,
@@ -203,6 +253,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="in a round")
     parser.add_argument("--threads", type=int, default=1, help="of the engine's kernels")
     parser.add_argument("--transport", choices=("tcp", "cma"), default="tcp")
+    parser.add_argument("--process", choices=("own", "worker"), default="own", help="where transfers run")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     os.environ["UCX_TLS"], os.environ["UCX_NET_DEVICES"] = SETTINGS[arguments.transport], "lo"

@@ -58,6 +58,7 @@ from headrace.worker.channels import server_options
 from headrace.worker.links import Links
 
 PATIENCE_S = 20.0
+FINGERPRINT = b"benchmark"
 SETTINGS = {"tcp": "tcp,self,cuda_copy", "cma": "cma,tcp,self,cuda_copy", "cuda": "all"}
 """UCX_TLS of each transport. With GPU memory UCX takes cuda_ipc where it can; what it took is measured and printed."""
 
@@ -76,22 +77,19 @@ class Side:
         section: TransferSection,
         device: str,
         layout: CacheLayout | None = None,
-        mover: CacheMover | None = None,
     ) -> None:
-        """`mover`: of pools that are somebody else's."""
         layout = layout or flash_layout()
         on_gpu = device != "cpu"
         if on_gpu:
             torch.cuda.set_device(device)
-        if mover is None:
-            blocks = -(-tokens // BLOCK_TOKENS)
-            numbers = {PoolKind.HISTORY: blocks, PoolKind.WINDOW: 8, PoolKind.STATE: 1, PoolKind.SNAPSHOT: 1}
-            self.pools = CachePools(layout, numbers, device)
-            torch.manual_seed(1)
-            for kind in numbers:
-                storage = self.pools.storage(kind)
-                storage.random_(0, 256) if name == "holder" else storage.zero_()
-        self.mover = mover or (DeviceMover(layout, self.pools) if on_gpu else CacheMover(layout, self.pools.specs()))
+        blocks = -(-tokens // BLOCK_TOKENS)
+        numbers = {PoolKind.HISTORY: blocks, PoolKind.WINDOW: 8, PoolKind.STATE: 1, PoolKind.SNAPSHOT: 1}
+        self.pools = CachePools(layout, numbers, device)
+        torch.manual_seed(1)
+        for kind in numbers:
+            storage = self.pools.storage(kind)
+            storage.random_(0, 256) if name == "holder" else storage.zero_()
+        self.mover = DeviceMover(layout, self.pools) if on_gpu else CacheMover(layout, self.pools.specs())
         self.geometry = self.mover.geometry
         self.heard: asyncio.Queue[api.TransferEvent] = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
@@ -102,7 +100,7 @@ class Side:
             driver=NixlDriver(agent_name(WorkerId(name), incarnation)),
             geometry=self.geometry,
             mover=self.mover,
-            fingerprint=b"benchmark",
+            fingerprint=FINGERPRINT,
             document="{}",
             section=section,
             clock=MonotonicClock(),
