@@ -410,12 +410,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--segment-mib", type=float, default=None, help="payload bound of a segment")
     parser.add_argument("--window", type=int, default=None)
+    parser.add_argument("--reads", type=int, default=None)
     parser.add_argument("--devices", nargs=2, default=["cuda:0", "cuda:0"], help="of holder and taker, for cuda")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     section = TransferSection()
     if arguments.segment_mib is not None:
         section = dataclasses.replace(section, segment_bytes=int(arguments.segment_mib * (1 << 20)))
+    if arguments.reads is not None:
+        section = dataclasses.replace(section, reads=arguments.reads)
     if arguments.window is not None:
         buffers = max(section.num_send_buffers, 2 * arguments.window)
         section = dataclasses.replace(

@@ -48,6 +48,7 @@ RANGES: Mapping[str, tuple[float, float]] = types.MappingProxyType(
         "transfer.num_send_buffers": (1, 65536),
         "transfer.num_landing_buffers": (1, 65536),
         "transfer.window": (1, 256),
+        "transfer.reads": (1, 256),
         "transfer.peer_share": (0.001, 1.0),
         "transfer.read_deadline_s": _SECONDS,
         "transfer.progress_deadline_s": _SECONDS,

@@ -79,6 +79,9 @@ class TransferSection:
     num_landing_buffers: int = 16
     window: int = 4
     """Announced, not yet released segments of one transfer."""
+    reads: int = 2
+    """READs of one peer that run at once. They share its connection and end together, so the others of a window are
+    better announced and waiting."""
     peer_share: float = 0.5
     """Largest part of the landing buffers that one peer may occupy, held ones counted."""
     read_deadline_s: float = 5.0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+
+# What pytest asks about an object that was not closed; two threads that import it first at once get half of it.
+import tracemalloc  # noqa: F401
 from collections.abc import Generator
 
 import pytest

@@ -262,20 +262,25 @@ class LandingBuffer:
 
 
 class LandingBuffers:
-    """The taker's buffers, shared out by peer. The share counts HELD ones, so one sick peer cannot take them all."""
+    """The taker's buffers, shared out by peer. The share counts HELD ones, so one sick peer cannot take them all; READs
+    that run at once are bounded besides, since more of them only end together."""
 
-    def __init__(self, num_buffers: int, max_per_agent: int) -> None:
+    def __init__(self, num_buffers: int, max_per_agent: int, max_reads: int) -> None:
         self.buffers = [LandingBuffer(index) for index in range(num_buffers)]
         self._max_per_agent = max_per_agent
+        self._max_reads = max_reads
         self._free = list(reversed(range(num_buffers)))
         self._by_agent: Counter[str] = Counter()
+        self._reading: Counter[str] = Counter()
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def may_post(self, agent: str) -> bool:
-        return bool(self._free) and self._by_agent[agent] < self._max_per_agent
+        if not self._free or self._reading[agent] >= self._max_reads:
+            return False
+        return self._by_agent[agent] < self._max_per_agent
 
     def post(self, owner: TransferId | None, link_id: int, agent: str) -> LandingBuffer:
         """Take a free buffer for a READ of this peer."""
@@ -284,6 +289,7 @@ class LandingBuffers:
         buffer.phase = LANDING_NEXT[buffer.phase][LandingEvent.POSTED]
         buffer.owner, buffer.link_id, buffer.agent = owner, link_id, agent
         self._by_agent[agent] += 1
+        self._reading[agent] += 1
         return buffer
 
     def done(self, index: int) -> LandingPhase:
@@ -329,6 +335,11 @@ class LandingBuffers:
 
     def _move(self, index: int, event: LandingEvent) -> LandingPhase:
         buffer = self.buffers[index]
+        if buffer.phase is LandingPhase.READING:
+            assert buffer.agent is not None
+            self._reading[buffer.agent] -= 1
+            if not self._reading[buffer.agent]:
+                del self._reading[buffer.agent]
         buffer.phase = LANDING_NEXT[buffer.phase][event]
         if buffer.phase is LandingPhase.FREE:
             assert buffer.agent is not None
@@ -347,9 +358,12 @@ class LandingBuffers:
         """Free list and share counters against the buffers themselves; [] is clean."""
         free: list[int] = []
         agents: dict[str, int] = {}
+        reading: dict[str, int] = {}
         wrong: list[str] = []
         for buffer in self.buffers:
             phase, agent = buffer.phase, buffer.agent
+            if phase is LandingPhase.READING and agent is not None:
+                reading[agent] = reading.get(agent, 0) + 1
             if phase is LandingPhase.FREE:
                 free.append(buffer.index)
             if agent is not None:
@@ -362,6 +376,10 @@ class LandingBuffers:
             wrong.append(f"landing: free list {sorted(self._free)} but free buffers {free}")
         if agents != dict(self._by_agent):
             wrong.append(f"landing: buffers by agent {agents} but counted {dict(self._by_agent)}")
+        if reading != dict(self._reading):
+            wrong.append(f"landing: READs by agent {reading} but counted {dict(self._reading)}")
+        if reading and max(reading.values()) > self._max_reads:
+            wrong.append(f"landing: more than {self._max_reads} READs of one agent: {reading}")
         if agents and max(agents.values()) > self._max_per_agent:
             wrong.append(f"landing: more than {self._max_per_agent} buffers for one agent: {agents}")
         return wrong

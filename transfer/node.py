@@ -111,7 +111,9 @@ class TransferNode:
         self.landing_memory = allocate(section.num_landing_buffers, stride)
         driver.register(send=region_of(self.send_memory), landing=region_of(self.landing_memory))
         self.send_buffers = SendBuffers(section.num_send_buffers, _share(section.num_send_buffers, section))
-        self.landing_buffers = LandingBuffers(section.num_landing_buffers, _share(section.num_landing_buffers, section))
+        self.landing_buffers = LandingBuffers(
+            section.num_landing_buffers, _share(section.num_landing_buffers, section), section.reads
+        )
         self.holder = Holder(incarnation=incarnation, geometry=geometry, buffers=self.send_buffers, section=section)
         self.taker = Taker(geometry=geometry, buffers=self.landing_buffers, section=section)
         me = Self(

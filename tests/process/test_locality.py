@@ -203,7 +203,7 @@ def test_salts_never_share_and_every_surface_tells_the_same(pair: Cluster, rng: 
 
 def test_conversations_find_their_prefix(demo_checkpoint: Path, rng: random.Random):
     """Four of them over one prefill and two decode workers."""
-    check_locality(demo_checkpoint, rng, prefill=1, decode=2, num=4, turns=4, first=700)
+    check_locality(demo_checkpoint, rng, prefill=1, decode=2, num=3, turns=4, first=600)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ FIRST_ID, LAST_ID = 19, 511
 BORDERS = (1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025)
 CONCURRENCY = 8
 NUM_REQUESTS, LONGEST = 50, 2500
-IN_EVERY_RUN = 25
+IN_EVERY_RUN = 12
 """Of each cache format; nightly all of them."""
 
 

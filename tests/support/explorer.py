@@ -195,7 +195,7 @@ class Local:
             window=scenario.window,
         )
         self.send = SendBuffers(scenario.num_send, scenario.num_send)
-        self.landing = LandingBuffers(scenario.num_landing, scenario.num_landing)
+        self.landing = LandingBuffers(scenario.num_landing, scenario.num_landing, scenario.num_landing)
         self.holder = Holder(incarnation=Incarnation(1), geometry=GEOMETRY, buffers=self.send, section=section)
         self.taker = Taker(geometry=GEOMETRY, buffers=self.landing, section=section)
         self.holder._deadlines = Untimed()  # type: ignore[assignment]

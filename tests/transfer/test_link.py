@@ -69,7 +69,7 @@ class Bench:
             buffer_bytes=8192,
             num_buffers=9,
         )
-        self.buffers = LandingBuffers(4, 2)
+        self.buffers = LandingBuffers(4, 2, 2)
         self.links = Links(
             me=self.me, buffers=self.buffers, section=section, rng=random.Random(1), new_link_id=itertools.count(1)
         )

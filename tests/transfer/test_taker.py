@@ -43,7 +43,7 @@ from headrace.transfer.decisions import (
     Tick,
     ToLinks,
 )
-from headrace.transfer.header import announced_header, segment_digest
+from headrace.transfer.header import HEADER_BYTES, announced_header, segment_digest
 from headrace.transfer.plain_cache import PlainGeometry
 from headrace.transfer.taker import Taker
 
@@ -80,7 +80,7 @@ class Bench:
     """A taker with one link, its actions at hand."""
 
     def __init__(self, section: TransferSection = SECTION, *, link: bool = True) -> None:
-        self.buffers = LandingBuffers(section.num_landing_buffers, 3)
+        self.buffers = LandingBuffers(section.num_landing_buffers, 3, section.reads)
         self.taker = Taker(geometry=GEOMETRY, buffers=self.buffers, section=section)
         self.now_s = 0.0
         if link:
@@ -192,6 +192,20 @@ def test_everything_stored_and_complete_is_taken():
         assert arrived.first_token == 9
         assert arrived.stats.num_segments == len(SEGMENTS)
         assert bench.buffers.counts()["free"] == 4
+
+
+def test_more_than_so_many_reads_of_a_peer_wait_announced():
+    """The next one begins with the end of another, before its scatter: the connection is never without one."""
+    bench = Bench(dataclasses.replace(SECTION, reads=2))
+    bench.taking()
+    (first,), (second,) = (posts(bench.says(ready(seq))) for seq in range(2))
+    assert bench.says(ready(2)) == []
+    assert bench.says(ready(3)) == []
+    actions = bench.do(ReadDone(first.landing, announced_header(ready(0))))
+    assert [type(action) for action in actions] == [Scatter, PostRead]
+    (third,) = posts(actions)
+    assert third.num_bytes == HEADER_BYTES + ready(2).payload_bytes
+    assert posts(bench.do(ReadLost(second.landing))) != []
 
 
 def test_read_names_the_announced_buffer_and_nothing_else():

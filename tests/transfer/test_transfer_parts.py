@@ -117,7 +117,7 @@ def test_one_taker_gets_no_more_send_buffers_than_its_share():
 
 def test_held_landing_buffers_count_against_the_peers_share():
     """One sick peer cannot take them all; its HELD ones are free with their own READ's end."""
-    buffers = LandingBuffers(4, max_per_agent=2)
+    buffers = LandingBuffers(4, max_per_agent=2, max_reads=2)
     for _ in range(2):
         buffers.give_up(buffers.post(ID, 1, "p.1").index, 0.0)
     assert not buffers.may_post("p.1")
@@ -131,9 +131,29 @@ def test_held_landing_buffers_count_against_the_peers_share():
     assert buffers.audit() == []
 
 
+def test_reads_of_one_peer_that_run_at_once_are_bounded():
+    """Whatever ends one lets the next begin: its bytes, its failure, and its being given up."""
+    buffers = LandingBuffers(8, max_per_agent=8, max_reads=2)
+    one, two = (buffers.post(ID, 1, "p.1").index for _ in range(2))
+    assert not buffers.may_post("p.1")
+    assert buffers.may_post("p.2")
+    buffers.done(one)
+    three = buffers.post(ID, 1, "p.1").index
+    assert not buffers.may_post("p.1")
+    buffers.lost(two)
+    four = buffers.post(ID, 1, "p.1").index
+    assert not buffers.may_post("p.1")
+    buffers.give_up(three, 0.0)
+    assert buffers.may_post("p.1")
+    buffers.done(four)
+    assert buffers.audit() == []
+    buffers._reading["p.1"] += 1
+    assert buffers.audit() != []
+
+
 def test_landed_buffer_is_not_read_into_again_before_it_is_settled():
     """The table has no way back from LANDED but through the scatter's end."""
-    buffers = LandingBuffers(1, max_per_agent=1)
+    buffers = LandingBuffers(1, max_per_agent=1, max_reads=1)
     index = buffers.post(ID, 1, "p").index
     assert buffers.done(index) is LandingPhase.LANDED
     with pytest.raises(KeyError):
@@ -146,7 +166,7 @@ def test_audit_sees_a_lost_buffer_and_a_wrong_share():
     buffers = SendBuffers(2, max_per_link=2)
     buffers._free.pop()
     assert buffers.audit() != []
-    landing = LandingBuffers(2, max_per_agent=2)
+    landing = LandingBuffers(2, max_per_agent=2, max_reads=2)
     landing.post(ID, 1, "p")
     landing._by_agent["p"] = 2
     assert landing.audit() != []
