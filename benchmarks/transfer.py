@@ -51,6 +51,7 @@ from headrace.kvcache.sequence import SequencePages
 from headrace.proto.internal.v1 import peer_pb2_grpc
 from headrace.transfer import api
 from headrace.transfer.buffers import HostMemory
+from headrace.transfer.cuts import cut_history
 from headrace.transfer.nixl_driver import NixlDriver, agent_name, load_library, open_agent
 from headrace.transfer.service import TransferThread
 from headrace.worker import links
@@ -140,7 +141,8 @@ class Side:
 
     def segments(self, tokens: int, max_bytes: int) -> list[int]:
         """Payload bytes of each segment of a prompt."""
-        cut = self.geometry.history_segments(0, tokens // BLOCK_TOKENS, max_bytes)
+        blocks = range(tokens // BLOCK_TOKENS)
+        cut = cut_history(self.geometry, tokens, blocks, blocks, max_bytes)
         cut += self.geometry.tail_segments(tokens, max_bytes)
         return [self.geometry.payload_bytes(segment, tokens) for segment in cut]
 

@@ -37,6 +37,7 @@ from ..core.segments import RangeKind, SegmentGeometry, SegmentRange
 from .api import BlocksFinal, Ended, LinkDirection, Offer, Outcome, PrefillDone, TransferStats, Wanted, Withdraw
 from .buffers import SendBuffers, SendPhase
 from .coverage import check_bounds, join_units, num_finest
+from .cuts import cut_history
 from .decisions import (
     Action,
     Announce,
@@ -511,8 +512,13 @@ class Holder:
             return
         planned, final = subscription.num_planned, subscription.num_final
         if final > planned:
-            pieces = self._geometry.history_segments(planned, final - planned, subscription.segment_bytes)
-            subscription.plan.extend(pieces)
+            _, held_blocks = subscription.key
+            travelling = range(held_blocks, subscription.length // BLOCK_TOKENS)
+            subscription.plan.extend(
+                cut_history(
+                    self._geometry, subscription.length, range(planned, final), travelling, subscription.segment_bytes
+                )
+            )
             subscription.num_planned = final
         if done is not None and subscription.complete_s is None:
             # Once: the tail is planned when the prompt is done, and the phase turns when all of it was announced.

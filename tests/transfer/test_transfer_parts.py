@@ -23,6 +23,7 @@ from headrace.transfer.buffers import (
     payload_address,
 )
 from headrace.transfer.coverage import Coverage, check_bounds
+from headrace.transfer.cuts import cut_history
 from headrace.transfer.header import HEADER_BYTES, announced_header, pack_note, segment_digest, unpack_note
 from headrace.transfer.lease import DeadlineHeap
 from headrace.transfer.plain_cache import PlainGeometry, PlainMover, PlainPages
@@ -376,3 +377,40 @@ def test_deadline_heap_agrees_with_a_dictionary(steps):
     assert sorted(due) == sorted(key for key, due_s in plain.items() if due_s <= 25)
     assert [plain[key] for key in due] == sorted(plain[key] for key in due)
     assert all(key not in heap for key in due)
+
+
+# ---- cuts ----
+
+
+@pytest.mark.parametrize("segment_bytes", [96, 300, 1000, 4000, 20_000])
+def test_cuts_cover_every_block_once_however_it_becomes_final(segment_bytes, rng):
+    """In one go or chunk by chunk, from any block that the taker lacks on; no segment is larger than a buffer."""
+    for _ in range(50):
+        num_blocks = rng.randint(1, 60)
+        length = num_blocks * 256 + rng.randint(0, 255)
+        travelling = range(rng.randint(0, num_blocks), num_blocks)
+        found, first = [], travelling.start
+        while first < num_blocks:
+            final = rng.randint(first + 1, num_blocks)
+            found += cut_history(GEOMETRY, length, range(first, final), travelling, segment_bytes)
+            first = final
+        assert all(GEOMETRY.payload_bytes(segment, length) <= segment_bytes for segment in found)
+        fine = [piece for segment in found for piece in GEOMETRY.split(segment)]
+        assert len(fine) == len(set(fine))
+        whole = (SegmentRange(RangeKind.HISTORY, 0, GEOMETRY.num_layers, travelling.start, len(travelling)),)
+        assert set(fine) == (GEOMETRY.split(whole) if travelling else set())
+
+
+def test_first_and_last_segments_are_small():
+    """They grow to a full one and shrink again; a sequence of a few blocks is not cut to shreds."""
+    block = GEOMETRY.num_layers * GEOMETRY.block_bytes
+    blocks = range(2, 100)
+    cut = cut_history(GEOMETRY, 100 * 256, blocks, blocks, 8 * block)
+    sizes = [GEOMETRY.payload_bytes(segment, 100 * 256) // block for segment in cut]
+    assert sizes[:5] == [2, 2, 4, 8, 8]
+    assert sizes[-3] <= 4
+    assert max(sizes[-2:]) <= 2
+    assert max(sizes) == 8
+    assert len(sizes) <= 98 // 8 + 6
+    few = range(3)
+    assert len(cut_history(GEOMETRY, 3 * 256, few, few, 64 * block)) == 1
