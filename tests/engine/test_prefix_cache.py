@@ -19,7 +19,7 @@ def model() -> Transformer:
     return make_model()
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
 @pytest.mark.parametrize(
     ("length", "again", "cached"),
     [
@@ -44,7 +44,7 @@ def test_resends_and_longer_siblings_equal_a_cold_run(model, kv_dtype, length, a
     assert warm.one(2, api.SequenceFinished).computed_tokens == again - cached
 
 
-@pytest.mark.parametrize("budget", [96, 300, 2048])
+@pytest.mark.parametrize("budget", [*(pytest.param(budget, marks=pytest.mark.slow) for budget in (96, 2048)), 300])
 def test_chunks_do_not_matter_to_hits(model, budget):
     """Check-points and replays under small token budgets."""
     text = words(5, 1400)

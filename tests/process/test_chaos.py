@@ -60,6 +60,12 @@ async def _read(client: httpx.AsyncClient, request: dict[str, Any], outcome: Out
                     outcome.text = line
 
 
+def num_inside(cluster: Cluster) -> float:
+    """Requests that the router has, or has had."""
+    counted = ("headrace:num_requests_running", "headrace:num_requests_waiting", "headrace:request_success_total")
+    return sum(cluster.count("router", sample) for sample in counted)
+
+
 async def watch_ready(cluster: Cluster, seen: list[tuple[float, bool, set[str]]], storm_over: asyncio.Event) -> None:
     """What /ready says, beside which processes live, ten times a second, until it is over and all is ready again."""
     async with httpx.AsyncClient(base_url=cluster.url, trust_env=False, timeout=5.0) as client:
@@ -93,6 +99,8 @@ async def storm(cluster: Cluster, rng: random.Random) -> tuple[list[Outcome], li
             asyncio.create_task(ask(client, request, rng.uniform(0.0, 6.0) if index in leavers else None))
             for index, request in enumerate(requests)
         ]
+        # Whoever comes while a worker is missing is sent away at once; this is about those that were let in.
+        await asyncio.to_thread(cluster.until, lambda: num_inside(cluster) >= NUM_REQUESTS // 2, 30.0, "let in")
         for victim in rng.sample(["prefill-0", "decode-0"], 2):
             await asyncio.sleep(rng.uniform(0.5, 2.0))
             await asyncio.to_thread(cluster.kill, victim)

@@ -70,10 +70,11 @@ def test_choices_are_the_bits_of_as_many_requests(pair: Cluster, one: Cluster, r
         assert usage["prompt_tokens"] == len(request["prompt"])
         assert usage["completion_tokens"] == sum(len(choice[0]) for choice in found[-1])
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0
-        prefills, generates, transfers = (b - a for a, b in zip(before, work_of(pair), strict=True))
-        assert (prefills, generates) == (1, 1)
         # With every choice ended by its first token there is nothing to take.
-        assert transfers == (request["max_tokens"] > 1 and any(len(choice[0]) > 1 for choice in found[-1]))
+        transfers = int(request["max_tokens"] > 1 and any(len(choice[0]) > 1 for choice in found[-1]))
+        expected = tuple(a + b for a, b in zip(before, (1, 1, transfers), strict=True))
+        # Transfers are counted in another process, which tells of it a little later.
+        pair.until(lambda: work_of(pair) == expected, 5.0, f"{expected} counted")  # noqa: B023
     assert any(len({tuple(choice[0]) for choice in choices}) == N for choices in found), "the choices differ"
     for request, choices in zip(requests, found, strict=True):
         for choice in range(N):
