@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ..config.tree import RouterSection
 from ..core.clock import Clock
-from ..core.errors import Draining, HeadraceError, NoWorkers, PeerLost, QueueFull
+from ..core.errors import Draining, HeadraceError, NoWorkers, PeerError, PeerLost, QueueFull
 from ..core.ids import new_incarnation
 from ..core.sampling import SamplingParams
 from ..proto.engine_convert import error_code
@@ -328,6 +328,8 @@ class Dispatcher:
                 self.placement.accepted(address)
             if report.failed is not None:
                 self.metrics.leg_failures.labels(leg.kind.value, error_code(report.failed)).inc()
+                if isinstance(report.failed, PeerError):
+                    self._doubt_peers(leg)
             if report.transferred is not None:
                 self._count_transfer(report.transferred)
             self._handle(leg.sequence, j.LegSaid(number, report))
@@ -335,6 +337,12 @@ class Dispatcher:
                 # A leg of an earlier attempt, or of a sequence that is over: the journey has no more to say of it.
                 self._forget(number)
         self._pump()
+
+    def _doubt_peers(self, failed: _OpenLeg) -> None:
+        """A worker lives and speaks; whom it worked with may not, and its own session ends a moment later."""
+        for leg in self._legs.values():
+            if leg.sequence is failed.sequence and leg.address != failed.address:
+                self.placement.doubted(leg.address, self._clock.now_s())
 
     # ---- decisions into deeds ----
 

@@ -22,6 +22,8 @@ from .prefix_index import IndexState, PrefixIndex
 REFUSAL_PAUSE_S = 0.05
 """A worker that refused for want of room is left alone this long, doubled with each refusal in a row."""
 MAX_REFUSAL_PAUSE_S = 1.0
+DOUBT_PAUSE_S = 0.25
+"""A worker that another one calls lost gets nothing new for this long: if it is, its session ends meanwhile."""
 
 DEFAULT_MAX_SEQS = 64
 """Sequences of a worker that did not say how many it takes."""
@@ -339,6 +341,12 @@ class Placement:
         worker.refusals = min(worker.refusals + 1, 10)
         worker.paused_until_s = now_s + pause
         return worker.paused_until_s
+
+    def doubted(self, address: str, now_s: float) -> None:
+        """Another worker failed a leg because of its peer, which may be this one."""
+        worker = self._workers.get(address)
+        if worker is not None:
+            worker.paused_until_s = max(worker.paused_until_s, now_s + DOUBT_PAUSE_S)
 
     def accepted(self, address: str) -> None:
         worker = self._workers.get(address)

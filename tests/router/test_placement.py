@@ -106,6 +106,17 @@ def test_refusal_pauses_and_success_forgives():
     assert table.refused("b:1", 20.0) == 20.05
 
 
+def test_worker_that_is_called_lost_gets_nothing_for_a_moment():
+    """Others are chosen meanwhile; if it was not lost, it is asked again."""
+    table = make_table(describe("a", Role.BOTH), describe("b", Role.BOTH))
+    table.doubted("b:1", 10.0)
+    assert {pick(table, now_s=10.1).worker.worker_id for _ in range(20)} == {"a"}
+    table.down("a:1")
+    assert pick(table, now_s=10.2) is None
+    assert pick(table, now_s=10.3).worker.worker_id == "b"
+    table.doubted("nobody:1", 10.0)
+
+
 def test_worker_that_leaves_is_not_chosen():
     """Its own word counts before its session ends."""
     table = make_table(describe("b", Role.BOTH))

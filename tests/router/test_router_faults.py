@@ -11,6 +11,7 @@ from fake_worker import letters
 from router_world import in_world
 
 from headrace.core.sampling import SamplingParams
+from headrace.router import placement
 from headrace.router.request import choice_seed
 
 TWO_PAIRS = ("prefill", "decode", "prefill", "decode")
@@ -61,6 +62,24 @@ async def test_attempts_used_up_is_a_502_that_asks_for_no_retry(w):
         await w.client.completions.create(model="tide", prompt=[70], max_tokens=4)
     assert (caught.value.status_code, caught.value.code) == (502, "transfer_failed")
     assert caught.value.response.headers["x-should-retry"] == "false"
+    await nothing_left(w)
+
+
+@in_world()
+async def test_worker_that_its_peer_calls_lost_costs_one_attempt(w):
+    """The only other worker is not asked again while its death may be on its way; its next life is, at once."""
+    placement.DOUBT_PAUSE_S, before = 3600.0, placement.DOUBT_PAUSE_S
+    try:
+        w.workers["decode-1"].faults.fail = ["worker_failed"]
+        call = asyncio.create_task(w.client.completions.create(model="tide", prompt=[70], max_tokens=4, seed=1))
+        await w.until(lambda: not w.workers["decode-1"].faults.fail and w.router.dispatcher.num_waiting == 1)
+    finally:
+        placement.DOUBT_PAUSE_S = before
+    await w.workers["prefill-0"].kill()
+    await w.until(lambda: not w.router.dispatcher.placement.can_serve)
+    await w.workers["prefill-0"].start()
+    assert (await call).choices[0].text == expected(w, [70], 1, 4)
+    assert [submit.attempt for submit in w.workers["decode-1"].submits] == [0, 1]
     await nothing_left(w)
 
 
