@@ -1,6 +1,6 @@
 """What transfers cost the engine beside them: decode steps with pages landing in the same pools, and without.
 
-    python benchmarks/step_time.py [--sequences 8] [--tokens 8192] [--rounds 10] [--transport tcp|cma]
+    python benchmarks/step_time.py [--sequences 8] [--tokens 8192] [--rounds 10] [--transport tcp|cma|shm]
                                    [--process own|worker] [--json FILE]
 
 A decode worker's process without its gRPC front: the engine computes steps of the demo checkpoint in its own thread
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40, help="in a round")
     parser.add_argument("--threads", type=int, default=1, help="of the engine's kernels")
-    parser.add_argument("--transport", choices=("tcp", "cma"), default="tcp")
+    parser.add_argument("--transport", choices=("tcp", "cma", "shm"), default="tcp")
     parser.add_argument("--process", choices=("own", "worker"), default="own", help="where transfers run")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

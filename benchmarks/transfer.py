@@ -53,6 +53,7 @@ from headrace.transfer import api
 from headrace.transfer.buffers import HostMemory
 from headrace.transfer.cuts import cut_history
 from headrace.transfer.nixl_driver import NixlDriver, agent_name, load_library, open_agent
+from headrace.transfer.one_host_driver import OneHostDriver
 from headrace.transfer.service import TransferThread
 from headrace.worker import links
 from headrace.worker.channels import server_options
@@ -60,8 +61,9 @@ from headrace.worker.links import Links
 
 PATIENCE_S = 20.0
 FINGERPRINT = b"benchmark"
-SETTINGS = {"tcp": "tcp,self,cuda_copy", "cma": "cma,tcp,self,cuda_copy", "cuda": "all"}
-"""UCX_TLS of each transport. With GPU memory UCX takes cuda_ipc where it can; what it took is measured and printed."""
+SETTINGS = {"tcp": "tcp,self,cuda_copy", "cma": "cma,tcp,self,cuda_copy", "shm": "all", "cuda": "all"}
+"""UCX_TLS of each transport. shm: what two processes of one host take unasked, beside raw READs over CMA. With GPU
+memory UCX takes cuda_ipc where it can; what it took is measured and printed."""
 
 
 def flash_layout() -> CacheLayout:
@@ -98,7 +100,7 @@ class Side:
         self.thread = TransferThread(
             worker_id=WorkerId(name),
             incarnation=incarnation,
-            driver=NixlDriver(agent_name(WorkerId(name), incarnation)),
+            driver=OneHostDriver(NixlDriver(agent_name(WorkerId(name), incarnation))),
             geometry=self.geometry,
             mover=self.mover,
             fingerprint=FINGERPRINT,
@@ -408,7 +410,7 @@ def measure_main(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 32768, 131072])
-    parser.add_argument("--transports", nargs="+", choices=sorted(SETTINGS), default=["tcp", "cma"])
+    parser.add_argument("--transports", nargs="+", choices=sorted(SETTINGS), default=["tcp", "cma", "shm"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--segment-mib", type=float, default=None, help="payload bound of a segment")
     parser.add_argument("--window", type=int, default=None)

@@ -13,7 +13,7 @@ from .ids import TransferId
 from .sampling import MAX_CHOICES
 from .segments import SegmentRange
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the peer protocol; both ends of a link speak the same."""
 
 MAX_INDEX_RANGES = 256

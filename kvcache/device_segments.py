@@ -29,6 +29,7 @@ class DeviceMemory:
         self.num_buffers = num_buffers
         self.stride = stride
         self.device = f"cuda:{device.index or 0}"
+        self.descriptor: int | None = None
         self._storage = torch.zeros(num_buffers * stride, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
         self.base_address = self._storage.data_ptr()

@@ -9,7 +9,10 @@ Knows states, owners and generations; not handles, messages, pages.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
+import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +35,8 @@ class BufferMemory(Protocol):
     base_address: int
     device: str
     """"cpu" or "cuda:N"."""
+    descriptor: int | None
+    """As in `driver.Region`."""
 
     def read(self, index: int, offset: int, num_bytes: int) -> bytes:
         """A copy of bytes of one buffer, the header included in `offset`."""
@@ -53,7 +58,7 @@ def buffer_stride(payload_bytes: int) -> int:
 
 def region_of(memory: BufferMemory) -> Region:
     """All of it, as the driver registers it."""
-    return Region(memory.base_address, memory.num_buffers * memory.stride, memory.device)
+    return Region(memory.base_address, memory.num_buffers * memory.stride, memory.device, memory.descriptor)
 
 
 def buffer_address(memory: BufferMemory, index: int) -> int:
@@ -67,14 +72,18 @@ def payload_address(memory: BufferMemory, index: int) -> int:
 
 
 class HostMemory:
-    """Buffers in the CPU's memory."""
+    """Buffers in the CPU's memory: of a file without a name, whose size is sealed, so that others may map it safely."""
 
     device = "cpu"
 
     def __init__(self, num_buffers: int, stride: int) -> None:
         self.num_buffers = num_buffers
         self.stride = stride
-        self._mapping = mmap.mmap(-1, num_buffers * stride)
+        self.descriptor: int | None = os.memfd_create("headrace-buffers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, num_buffers * stride)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        weakref.finalize(self, os.close, self.descriptor)
+        self._mapping = mmap.mmap(self.descriptor, num_buffers * stride)
         # The exported pointer also keeps the mapping from being closed while this object lives.
         self._pointer = (ctypes.c_char * len(self._mapping)).from_buffer(self._mapping)
         self.base_address = ctypes.addressof(self._pointer)

@@ -33,6 +33,8 @@ class Region:
     address: int
     num_bytes: int
     device: str = "cpu"
+    descriptor: int | None = None
+    """Of a file that others on this host may map instead, if it is one; its first byte lies at `address`."""
 
 
 class Driver(Protocol):

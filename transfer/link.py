@@ -99,7 +99,7 @@ class LinkStep(Enum):
     DOUBT = "doubt"
     """Beats missed, or a READ overdue."""
     TRUST = "trust"
-    """A probe landed whole again, and no READ is overdue."""
+    """A probe landed whole again, no READ is overdue, and the peer was heard since it was silent."""
     BREAK = "break"
     """Stream broken, READ failed, other incarnation, deadline, forgotten."""
     NEW_LIFE = "new_life"
@@ -156,6 +156,8 @@ class OutLink:
     probe_landing: int | None = None
     probe_posted_s: float = 0.0
     overdue: set[int] = field(default_factory=set)
+    silent: bool = False
+    """Too many beats were missed, and nothing was heard since."""
 
     def ready(self, section: TransferSection) -> LinkReady:
         welcome = self.welcome
@@ -606,7 +608,7 @@ class Links:
             if not good:
                 self._break(link, "the probe landed with other bytes than announced")
                 self._dial_soon(link)
-            elif not self._overdue(link):
+            elif not link.silent and not self._overdue(link):
                 self._step(link, S.TRUST, "the probe landed whole")
                 self._deadlines.drop(("suspect", link.peer))
                 self._heard(link)
@@ -648,6 +650,7 @@ class Links:
         self._actions.append(ToTaker(link.ready(self._section)))
 
     def _heard(self, link: OutLink) -> None:
+        link.silent = False
         if link.phase is P.UP:
             self._deadlines.set(("silent", link.peer), self._now_s + BEATS_MISSED * self._section.beat_s)
 
@@ -878,6 +881,8 @@ class Links:
                     self._actions.append(SendBeat(link.link_id, LinkDirection.OUT))
                     self._deadlines.set(("beat", name), self._now_s + self._section.beat_s)
                 case "silent":
+                    # A probe cannot disprove it: where READs need no help of the peer's they work on a stopped one too.
+                    link.silent = True
                     self._doubt(link, f"{BEATS_MISSED} beats missed")
                 case "suspect":
                     self._fail(link, "in doubt for too long")

@@ -241,6 +241,14 @@ class NixlDriver:
         if read.handle is not None:
             self._posts.put(read)
 
+    def tell(self, peer: str, note: bytes) -> None:
+        """Send a note without a READ, from any thread."""
+        try:
+            self._agent.send_notif(peer, note)
+        except Exception as error:
+            # The peer frees by its lease what it is not told of.
+            logger.info("nixl.note_lost peer=%s error=%s", peer, error)
+
     def notes(self) -> list[tuple[str, bytes]]:
         found = []
         for name, notes in self._agent.get_new_notifs().items():

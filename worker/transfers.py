@@ -28,6 +28,7 @@ from ..proto.internal.v1 import peer_pb2_grpc
 from ..transfer import api as transfer
 from ..transfer.driver import Driver
 from ..transfer.nixl_driver import NixlDriver, agent_name
+from ..transfer.one_host_driver import OneHostDriver
 from ..transfer.service import TransferThread
 from . import links
 from .channels import server_options
@@ -214,7 +215,7 @@ def make_driver(setup: TransferSetup, clock: Clock) -> Driver:
         from ..transfer.memory_driver import MemoryNetwork
 
         return MemoryNetwork(clock).driver(name)
-    return NixlDriver(name)
+    return OneHostDriver(NixlDriver(name))
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, key: str) -> int:

@@ -20,6 +20,7 @@ from headrace.core.clock import MonotonicClock
 from headrace.core.ids import TransferId, WorkerId, new_incarnation
 from headrace.transfer.api import Arrived, BlocksFinal, Command, Ended, Offer, OpenPull, PrefillDone, Wanted
 from headrace.transfer.nixl_driver import NixlDriver, agent_name
+from headrace.transfer.one_host_driver import OneHostDriver
 from headrace.transfer.plain_cache import PlainGeometry, PlainMover, PlainPages
 from headrace.transfer.service import TransferThread
 
@@ -36,7 +37,7 @@ class Peer:
         self.thread = TransferThread(
             worker_id=WorkerId(worker_id),
             incarnation=incarnation,
-            driver=NixlDriver(agent_name(WorkerId(worker_id), incarnation)),
+            driver=OneHostDriver(NixlDriver(agent_name(WorkerId(worker_id), incarnation))),
             geometry=self.geometry,
             mover=PlainMover(),
             fingerprint=options.get("fingerprint", "plain").encode(),

@@ -300,14 +300,20 @@ def test_each_stage_of_a_handshake_has_a_deadline(stage):
     assert bench.buffers.counts()["held"] == (1 if stage == "probe" else 0)
 
 
-def test_three_missed_beats_are_doubt_and_a_probe_is_trust():
-    """Any message counts as a beat; the probe runs at once."""
+def test_three_missed_beats_are_doubt_and_a_word_with_a_probe_is_trust():
+    """Any message counts as a beat. A probe alone proves nothing: over shared memory it reads a stopped peer too."""
     bench = Bench()
     link = bench.up()
     bench.do(LinkMessage(link, Beat()), after_s=5.0)
     actions = bench.do(Tick(), after_s=6.01)
     assert to_taker(actions, LinkDoubted) == [LinkDoubted(link)]
     (post,) = of(actions, PostRead)
+    for _ in range(3):
+        assert to_taker(bench.land(post), LinkTrusted) == []
+        (post,) = of(bench.do(Tick(), after_s=1.01), PostRead)
+    assert bench.phase() is LinkPhase.SUSPECT
+    bench.do(LinkMessage(link, Beat()))
+    assert bench.phase() is LinkPhase.SUSPECT
     assert to_taker(bench.land(post), LinkTrusted) == [LinkTrusted(link)]
     assert bench.phase() is LinkPhase.UP
 

@@ -9,6 +9,7 @@ import pytest
 
 from headrace.core.peer import SegmentReady
 from headrace.transfer.api import Arrived, Ended, LinkChanged, LinkPhase, Outcome, PullFailed
+from headrace.transfer.one_host_driver import TRANSPORT
 
 pytestmark = pytest.mark.process
 
@@ -46,6 +47,28 @@ def test_a_sequence_arrives_whole(middle):
     taken = middle.until_counts(taker, lambda counts: clean(counts) and counts.transfers_taken == 1)
     served = middle.until_counts(holder, lambda counts: clean(counts) and counts.transfers_served == 1)
     assert taken.bytes_received == arrived.stats.payload_bytes == served.bytes_sent
+
+
+def test_on_one_host_bytes_are_copied_from_mapped_buffers(middle):
+    """Unless the settings forbid it. A stopped holder costs its transfer and no buffer, though probes still land."""
+    shared = {"UCX_TLS": "all"}
+    taker, holder = middle.start("d", environment=shared), middle.start("p", environment=shared)
+    assert up(middle, taker, holder).transport == TRANSPORT
+    up(middle, holder, taker)
+    pulls = [(taker, middle.transfer(taker, holder, LENGTH, seed)) for seed in range(4)]
+    pulls += [(holder, middle.transfer(holder, taker, LENGTH, seed)) for seed in range(4)]
+    for end, transfer in pulls:
+        assert middle.event(end, Arrived, transfer).stats.transport == TRANSPORT
+    stop_at_first_segment(middle, holder)
+    transfer = middle.transfer(taker, holder, LENGTH)
+    middle.event(taker, PullFailed, transfer)
+    middle.until_counts(taker, clean)
+    middle.carry = lambda sender, link, message: True
+    holder.signal(signal.SIGCONT)
+    middle.until_counts(holder, clean)
+    middle.event(taker, Arrived, middle.transfer(taker, holder, LENGTH))
+    for end in (taker, holder):
+        middle.until_counts(end, clean)
 
 
 def test_both_directions_at_once(middle):
