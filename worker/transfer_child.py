@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import socket
+from dataclasses import replace
 
 import uvloop
 
@@ -21,7 +22,7 @@ from ..kvcache.shared_memory import SharedMemory
 from ..transfer import api as transfer
 from .pipe import LENGTH, Pipe
 from .transfer_process import MAX_POOLS, Began, Begin, Refused, Stop
-from .transfers import LocalTransfers, at
+from .transfers import LocalTransfers
 
 MAX_BEGIN_BYTES = 4 << 20
 """A layout document is at most 1 MiB."""
@@ -69,7 +70,10 @@ class _Child:
         self._pipe = Pipe(self._heard, self._leaving.set)
 
     async def run(self) -> int:
-        pools = at(self._begin.pools, [memory.address for memory in self._memories])
+        pools = [
+            replace(pool, base_address=memory.address)
+            for pool, memory in zip(self._begin.pools, self._memories, strict=True)
+        ]
         mover = CacheMover(self._begin.setup.layout(), pools)
         await asyncio.get_running_loop().create_unix_connection(lambda: self._pipe, sock=self._connection)
         transfers = LocalTransfers(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -21,7 +21,6 @@ from ..core.clock import Clock, MonotonicClock
 from ..core.errors import ConfigError
 from ..core.ids import Incarnation, WorkerId
 from ..core.peer import PeerMessage
-from ..core.pools import PoolSpec
 from ..core.segments import SegmentGeometry, SegmentMover
 from ..kvcache.layout import CacheLayout, CacheShape
 from ..proto.internal.v1 import peer_pb2_grpc
@@ -235,11 +234,3 @@ def bind(server: grpc.aio.Server, host: str, port: int, key: str) -> int:
 
 def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
-
-
-def at(pools: Sequence[PoolSpec], addresses: Sequence[int]) -> list[PoolSpec]:
-    """The same pools where another process maps them."""
-    return [
-        PoolSpec(pool.kind, address, pool.page_bytes, pool.num_pages, pool.device)
-        for pool, address in zip(pools, addresses, strict=True)
-    ]
