@@ -40,7 +40,7 @@ HASTY = {
 }
 """Deadlines that a stop of a few seconds outlasts."""
 OVER_TCP = {"UCX_TLS": "tcp,self"}
-"""A READ needs the process that holds, as between hosts without RDMA; by default the kernel copies on one host."""
+"""A READ needs the process that holds, as between hosts without RDMA; by default one host's processes share memory."""
 SETTINGS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "as_shipped": ({}, {}),
     "as_shipped_over_tcp": ({}, OVER_TCP),
