@@ -35,6 +35,7 @@ from ..proto.engine_convert import PROTOCOL
 from ..proto.internal.v1 import engine_pb2, engine_pb2_grpc, peer_pb2_grpc
 from ..traces.spans import open_traces
 from ..transfer import api as transfer
+from ..transfer.buffers import HostMemory
 from ..transfer.driver import Driver
 from ..transfer.nixl_driver import NixlDriver, agent_name
 from ..transfer.service import TransferThread
@@ -176,6 +177,7 @@ class Worker:
             clock=self._clock,
             deliver=self._from_transfer,
             send=self._to_link,
+            allocate=built.allocate or HostMemory,
         )
         desk = Desk(
             self._legs,

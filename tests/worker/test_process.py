@@ -118,6 +118,7 @@ class Rig:
                 config=SimpleNamespace(vocab_size=100, num_layers=3),
                 geometry=Geometry(self.least_segment_bytes),
                 mover=None,
+                allocate=None,
                 document="{}",
                 fingerprint=b"f" * 32,
                 max_model_len=50,
