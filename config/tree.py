@@ -63,6 +63,9 @@ class EngineSection:
     """Growth that admission promises for: min(max_tokens, this)."""
     num_threads: int = 0
     """CPU threads of the kernels; 0: all cores divided by the workers of this host."""
+    batch_invariant: bool = True
+    """On a GPU: a token's bits depend on its sequence alone. False is faster, and gives up every promise of equal
+    bits; on the CPU it changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

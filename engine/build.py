@@ -109,18 +109,18 @@ def hopper_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def device_ops(layout: CacheLayout, *, bf16: bool) -> PlainOps:
+def device_ops(layout: CacheLayout, *, bf16: bool, batch_invariant: bool) -> PlainOps:
     """Kernels where they know the page formats, else plain tensors on the device, whose bits depend on the batch."""
     formats = (EntryFormat[entry.name.upper()] for entry in (layout.kv_entry, layout.index_entry))
     if bf16 and hopper.takes(*formats):
-        return hopper.HopperOps()
+        return hopper.HopperOps() if batch_invariant else hopper.FastHopperOps()
     logger.warning("engine.plain_ops kv_dtype=%s bf16=%s: slow, and not batch-invariant", layout.kv_dtype, bf16)
     return PlainOps(torch.bfloat16 if bf16 else torch.float32)
 
 
 def device_model(
     config: ModelConfig, weights: Weights, ops: PlainOps, max_model_len: int, max_num_seqs: int, device: torch.device
-) -> ForwardPass:
+) -> DeviceTransformer | GraphedTransformer:
     """The forward pass on a GPU; with kernels, decode steps are graphs."""
     model = DeviceTransformer(config, weights, ops, max_positions=max_model_len, device=device)
     if not ops.capturable:
@@ -182,8 +182,10 @@ def build_engine(
         model = Transformer(model_config, weights, bf16=bf16, max_positions=max_model_len)
         kernels, insert = "cpu-1", cpu.insert_entries
     else:
-        ops = device_ops(layout, bf16=bf16)
-        model = device_model(model_config, weights, ops, max_model_len, config.engine.max_num_seqs, device)
+        ops = device_ops(layout, bf16=bf16, batch_invariant=config.engine.batch_invariant)
+        model = on_device = device_model(model_config, weights, ops, max_model_len, config.engine.max_num_seqs, device)
+        if ops.capturable:  # else nothing is compiled
+            on_device.warm(layer_views(layout, pools), config.engine.max_num_batched_tokens)
         kernels, insert = ops.name, ops.insert_entries
     far = rotary_table(model_config.compress_rope_theta, model_config.yarn, min(max_model_len, 65536))
     golden = golden_digests(layout, insert, str(device)) | {"rotary": table_digest(far)}

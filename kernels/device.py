@@ -57,6 +57,8 @@ class StepPlan:
     """Of this step: an upper bound."""
     max_entries: int
     """Of 4:1 entries that a token sees: an upper bound."""
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """On the host: first row, tokens and first position of each sequence; none for a decode step."""
 
 
 @dataclass(frozen=True)
@@ -129,48 +131,42 @@ After = tuple[Tensor, Tensor, Tensor]
 
 
 def expand_plan(
-    *,
-    token_ids_T: Tensor,
-    positions_T: Tensor,
-    seq_T: Tensor,
-    first_row_T: Tensor,
-    last_row_T: Tensor,
-    ring_T: Tensor,
-    window_slots_T: Tensor,
-    slots4_T: Tensor,
-    slots128_T: Tensor,
-    history_SB: Tensor,
-    window_SW: Tensor,
-    window_first_S: Tensor,
-    logit_rows_R: Tensor,
-    max_tokens_a_sequence: int,
+    arrays: Mapping[str, Tensor], *, max_tokens_a_sequence: int, spans: tuple[tuple[int, int, int], ...] = ()
 ) -> StepPlan:
-    """The plan from int32 tensors that came from the host; waits for nothing, so that a graph can hold it."""
-    seq, positions, ring = seq_T.long(), positions_T.long(), ring_T.long()
+    """The plan from int32 tensors that came from the host; waits for nothing, so that a graph can hold it.
+
+    Args:
+        arrays: by token `token_ids_T`, `positions_T`, `seq_T` (row of the tables below), `first_row_T`, `last_row_T`,
+            `ring_T`, `window_slots_T`, `slots4_T`, `slots128_T`; by sequence `history_SB`, and `window_SW`, the page of
+            each 64 tokens from `window_first_S` on; `logit_rows_R`.
+    """
+    history_SB, window_SW = arrays["history_SB"], arrays["window_SW"]
+    seq, positions, ring = (arrays[name].long() for name in ("seq_T", "positions_T", "ring_T"))
     real = ring >= 0
     table_TB = history_SB[seq]
     place = torch.arange(WINDOW, device=seq.device)
     length = torch.where(real, (positions + 1).clamp(max=WINDOW), 0)
     at = (positions - length + 1)[:, None] + place
-    page = (at // WINDOW_PAGE - window_first_S.long()[seq][:, None]).clamp(0, window_SW.shape[1] - 1)
+    page = (at // WINDOW_PAGE - arrays["window_first_S"].long()[seq][:, None]).clamp(0, window_SW.shape[1] - 1)
     slots = window_SW.long()[seq].gather(1, page) * WINDOW_PAGE + at % WINDOW_PAGE
     pairs = torch.arange(2, device=seq.device, dtype=torch.int32)
     return StepPlan(
-        token_ids_T=token_ids_T.long(),
+        token_ids_T=arrays["token_ids_T"].long(),
         positions_T=positions,
-        first_row_T=first_row_T,
-        last_row_T=last_row_T,
+        first_row_T=arrays["first_row_T"],
+        last_row_T=arrays["last_row_T"],
         ring_T=ring,
-        window_slots_T=window_slots_T.long(),
-        slots_T={4: slots4_T.long(), 128: slots128_T.long()},
+        window_slots_T=arrays["window_slots_T"].long(),
+        slots_T={ratio: arrays[f"slots{ratio}_T"].long() for ratio in (4, 128)},
         table_TB=table_TB,
         window_list_TW=torch.where(place < length[:, None], slots, -1).int(),
         window_length_T=length.int(),
         list128_TW=(table_TB[:, :, None] * 2 + pairs).flatten(1),
         count_T={ratio: torch.where(real, (positions + 1) // ratio, 0).int() for ratio in (4, 128)},
-        logit_rows_R=logit_rows_R.long(),
+        logit_rows_R=arrays["logit_rows_R"].long(),
         max_tokens_a_sequence=max_tokens_a_sequence,
         max_entries=history_SB.shape[1] * 64,
+        spans=spans,
     )
 
 

@@ -34,6 +34,8 @@ from .transformer import Weights, rotary_table
 Int32Array = npt.NDArray[np.int32]
 NUM_WINDOW_PAGES = 3
 """That the window of one token can touch."""
+WARM_ROWS = (1, 65, 257, 1025, 2049)
+"""Numbers of tokens that between them use every tile size."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,22 @@ class StepArrays:
         }
         whole = {name: array.astype(np.int32, copy=False) for name, array in arrays.items()}
         return cls(whole, len(seq), len(begins), int(lengths.max()))
+
+    @classmethod
+    def idle(cls) -> StepArrays:
+        """A decode step of nobody, to be padded."""
+        none = np.empty(0, dtype=np.int32)
+        table = np.empty((0, 0), dtype=np.int32)
+        rows = ("ring_T", "window_slots_T", "slots4_T", "slots128_T", "token_ids_T", "positions_T", "window_first_S")
+        return cls({**dict.fromkeys(rows, none), "history_SB": table, "window_SW": table}, 0, 0, 1)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int, int], ...]:
+        """First row, tokens and first position of each sequence; none for a decode step."""
+        if self.max_tokens_a_sequence == 1:
+            return ()
+        first, last, positions = (self.arrays[name] for name in ("first_row_T", "last_row_T", "positions_T"))
+        return tuple((int(row), int(last[row]) - int(row) + 1, int(positions[row])) for row in np.unique(first))
 
     @property
     def is_decode(self) -> bool:
@@ -224,7 +242,8 @@ class DeviceTransformer:
     def compute(self, step: StepArrays, views: Sequence[LayerViews]) -> Tensor:
         """`forward` of a step that is arrays already."""
         staged = self._staging.stage(step.arrays)
-        return self.run(expand_plan(**staged, max_tokens_a_sequence=step.max_tokens_a_sequence), views)
+        plan = expand_plan(staged, max_tokens_a_sequence=step.max_tokens_a_sequence, spans=step.spans)
+        return self.run(plan, views)
 
     def likeliest(self, logits_RV: Tensor) -> Tensor | None:
         """The lowest best id of each row, int32; -1 where one is NaN."""
@@ -234,6 +253,17 @@ class DeviceTransformer:
         """Returns when the device has done all that was asked of it."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def warm(self, views: Sequence[LayerViews], max_tokens: int) -> None:
+        """Compile what steps of up to `max_tokens` tokens will launch, by steps of nothing but padding."""
+        for rows in WARM_ROWS:
+            if rows > max_tokens and rows > 1:
+                continue
+            for a_sequence in (1, 1 << 20):
+                arrays = StepArrays.idle().padded(rows, 1).arrays
+                arrays["logit_rows_R"] = arrays["logit_rows_R"][:1]
+                self.run(expand_plan(self._staging.stage(arrays), max_tokens_a_sequence=a_sequence), views)
+                self.settle()
 
     def run(self, plan: StepPlan, views: Sequence[LayerViews]) -> Tensor:
         """The step on the device alone: nothing here reads a value back."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,6 +53,10 @@ class GraphedTransformer:
     def settle(self) -> None:
         self._inner.settle()
 
+    def warm(self, views: Sequence[LayerViews], max_tokens: int) -> None:
+        """As `DeviceTransformer.warm`."""
+        self._inner.warm(views, max_tokens)
+
     def forward(self, batch: Batch, views: Sequence[LayerViews]) -> Tensor:
         """As `DeviceTransformer.forward`; what a graph returns is overwritten by the next step."""
         step = StepArrays.of(batch)
@@ -73,25 +76,16 @@ class GraphedTransformer:
 
     def _capture(self, tokens: int, blocks: int, views: Sequence[LayerViews]) -> _Captured:
         device = self._inner.device
-        arrays = StepArrays({name: np.empty(shape, dtype=np.int32) for name, shape in _NOTHING.items()}, 0, 0, 1)
-        idle = arrays.padded(tokens, blocks).arrays
+        idle = StepArrays.idle().padded(tokens, blocks).arrays
         inputs = torch.empty(sum(-(-array.size // 4) * 4 for array in idle.values()), dtype=torch.int32, device=device)
         staged = self._staging.stage(idle, inputs)
         # Once without a graph: kernels are compiled and libraries made ready, and nothing is written.
         aside = torch.cuda.Stream(device)
         aside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(aside):
-            self._inner.run(expand_plan(**staged, max_tokens_a_sequence=1), views)
+            self._inner.run(expand_plan(staged, max_tokens_a_sequence=1), views)
         aside.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits = self._inner.run(expand_plan(**staged, max_tokens_a_sequence=1), views)
+            logits = self._inner.run(expand_plan(staged, max_tokens_a_sequence=1), views)
         return _Captured(graph, inputs, logits)
-
-
-_NOTHING: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("ring_T", "window_slots_T", "slots4_T", "slots128_T"), (0,)),
-    **dict.fromkeys(("token_ids_T", "positions_T", "window_first_S"), (0,)),
-    "history_SB": (0, 0),
-    "window_SW": (0, 0),
-}

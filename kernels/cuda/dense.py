@@ -24,17 +24,22 @@ class Tile:
     stages: int
 
 
-def tile_of(rows: int, depth: int) -> Tile:
+def tile_of(rows: int, columns: int, depth: int) -> Tile:
     """Few rows are bound by the weights' bytes: narrow tiles, so that all multiprocessors read."""
     if depth < 128:
         return Tile(64, 32, 32, 4, 3)
     if rows <= 64:
-        return Tile(64, 32, 128, 4, 4)
+        return FEW_ROWS.get((columns, depth), Tile(64, 32, 128, 4, 4))
     if rows <= 256:
         return Tile(64, 64, 128, 4, 4)
     if rows <= 1024:
         return Tile(128, 128, 64, 8, 3)
-    return Tile(128, 256, 64, 8, 3)
+    return MANY_ROWS
+
+
+FEW_ROWS: dict[tuple[int, int], Tile] = {}
+"""By columns and depth: V4-Flash's shapes, as measured by `benchmarks/layers.py --tune`."""
+MANY_ROWS = Tile(128, 256, 64, 8, 3)
 
 
 def split_of(columns: int, depth: int) -> int:
@@ -78,7 +83,7 @@ def _launch(
     assert x.dtype == w.dtype
     if t == 0:
         return
-    own = tile or tile_of(t, k)
+    own = tile or tile_of(t, n, k)
     grid = (-(-t // own.m) * -(-n // own.n), groups * split)
     triton_source.linear[grid](
         x, w, y, t, n, k, *strides,

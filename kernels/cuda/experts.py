@@ -88,13 +88,17 @@ def route(ids_TC: Tensor, experts: int, block_m: int) -> Routing:
     return found
 
 
+MANY_ROWS = Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)
+"""Up, down; both cut the rows alike."""
+
+
 def tiles_of(tokens: int, depth: int) -> tuple[Tile, Tile]:
     """Of the product up and the one down; no bit depends on them."""
     if depth < 64:
         return Tile(64, 32, 32, 4, 3), Tile(64, 32, 32, 4, 3)
     if tokens <= 2048:
         return Tile(64, 64, 64, 4, 4), Tile(64, 64, 64, 4, 5)
-    return Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)
+    return MANY_ROWS
 
 
 def experts(

@@ -26,7 +26,7 @@ from ..device import (
 )
 from ..entry_format import EntryFormat
 from ..paged import PagedEntries, StateRing
-from . import compressor, decode_attention, dense, experts, index_entries, indexer, mhc, rows
+from . import compressor, decode_attention, dense, experts, index_entries, indexer, mhc, prefill_attention, rows
 
 SPLITS = {0: 1, 4: 2, 128: 4}
 """Blocks that share a token in attention, by the layer's ratio: part of what its bits are."""
@@ -229,6 +229,19 @@ class HopperOps(TritonOps):
         table: Tensor,
         topk: int,
     ) -> Selected:
+        return self._best(plan, q_TJI, w_TJ, keys, table, topk, plan.table_TB)
+
+    @staticmethod
+    def _best(
+        plan: StepPlan,
+        q_TJI: Tensor,
+        w_TJ: Tensor,
+        keys: PagedEntries,
+        table: Tensor,
+        topk: int,
+        pages_TB: Tensor | None,
+    ) -> Selected:
+        """Slots of the best entries, or their numbers in the sequence if no pages are given."""
         t, counts = q_TJI.shape[0], plan.count_T[4]
         chosen = torch.empty(t, topk, dtype=torch.int32, device=q_TJI.device)
         count = torch.empty(t, dtype=torch.int32, device=q_TJI.device)
@@ -239,10 +252,13 @@ class HopperOps(TritonOps):
             at = slice(start, min(start + piece, t))
             some = logits[: at.stop - start]
             indexer.index_logits(q[at], w[at], pages_of(keys), plan.table_TB[at], counts[at], some, skip=topk)
-            indexer.top_k(
-                some, counts[at], chosen[at], count[at], plan.table_TB[at], max_length=plan.max_entries
-            )  # fmt: skip
+            pages = None if pages_TB is None else pages_TB[at]
+            indexer.top_k(some, counts[at], chosen[at], count[at], pages, max_length=plan.max_entries)
         return Selected(chosen, count)
+
+    def _split(self, tokens: int, ratio: int) -> int:
+        """Blocks that share a token: a constant of the layer's class, whatever the batch."""
+        return SPLITS[ratio]
 
     def attend(
         self,
@@ -255,8 +271,7 @@ class HopperOps(TritonOps):
         table: Tensor,
         eps: float,
     ) -> Tensor:
-        second = None
-        split = SPLITS[0]
+        second, split = None, self._split(q_THK.shape[0], 0)
         if entries is not None and selected is not None:
             second = decode_attention.EntryList(
                 pages=pages_of(entries),
@@ -264,7 +279,7 @@ class HopperOps(TritonOps):
                 slots_BW=selected.slots_TW,
                 lengths_B=selected.count_T,
             )
-            split = SPLITS[4 if entries.entries_per_page == 64 else 128]
+            split = self._split(q_THK.shape[0], 4 if entries.entries_per_page == 64 else 128)
         out = torch.empty(q_THK.shape, dtype=self.dtype, device=q_THK.device)
         decode_attention.decode_attention(
             q_THK,
@@ -285,6 +300,137 @@ class HopperOps(TritonOps):
             turn_out=True,
         )
         return out
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """Where the rows of a step's sequences lie in K6's workspaces: the window's, the 4:1 and the 128:1 entries."""
+
+    window_slots_R: Tensor
+    """int32 slot of each row, -1 for rows that belong to nobody; so below."""
+    row_T: Tensor
+    """int32, the token's own row: its position modulo the kernel's ring."""
+    slots_R: dict[int, Tensor]
+    first_T: dict[int, Tensor]
+    """int32, by ratio: the row of the sequence's first entry, a multiple of 8."""
+
+
+def prefill_rows(plan: StepPlan) -> PrefillRows:
+    """Sequence after sequence, each with the 127 positions before its first token and all of its entries."""
+    device, ring = plan.positions_T.device, prefill_attention.RING
+    tokens = plan.positions_T.shape[0]
+    row_T = torch.zeros(tokens, dtype=torch.int32, device=device)
+    first_T = {ratio: torch.zeros(tokens, dtype=torch.int32, device=device) for ratio in (4, 128)}
+    window: list[Tensor] = []
+    entries: dict[int, list[Tensor]] = {4: [], 128: []}
+    ends = {0: 0, 4: 0, 128: 0}
+
+    def append(parts: list[Tensor], key: int, begin: int, slots: Tensor) -> None:
+        gap = begin - ends[key]
+        end = -(-(begin + slots.numel()) // 8) * 8
+        parts += [slots.new_full((gap,), -1), slots, slots.new_full((end - begin - slots.numel(),), -1)]
+        ends[key] = end
+
+    for row, number, start in plan.spans:
+        here = slice(row, row + number)
+        low = max(0, start - prefill_attention.WINDOW + 1)
+        begin = ends[0] + (low - ends[0]) % ring
+        slots = torch.cat([plan.window_list_TW[row, : start - low], plan.window_slots_T[here].int()])
+        append(window, 0, begin, slots)
+        row_T[here] = torch.arange(begin + start - low, begin + start - low + number, dtype=torch.int32, device=device)
+        pages = plan.table_TB[row]
+        for ratio, a_page in ((4, 64), (128, 2)):
+            count = (start + number) // ratio
+            place = torch.arange(a_page, dtype=torch.int32, device=device)
+            own = (pages[: -(-count // a_page), None] * a_page + place).flatten()[:count]
+            first_T[ratio][here] = ends[ratio]
+            append(entries[ratio], ratio, ends[ratio], own)
+    none = torch.full((8,), -1, dtype=torch.int32, device=device)
+    return PrefillRows(
+        torch.cat(window), row_T, {ratio: torch.cat([*parts, none]) for ratio, parts in entries.items()}, first_T
+    )
+
+
+class FastHopperOps(HopperOps):
+    """The same by whatever is fastest for the step at hand: a row's bits depend on its company, chunk and role.
+
+    Dense products by the library; prompts by K6 from workspaces of dequantised rows; decode attention is cut by the
+    size of the batch.
+    """
+
+    name = "hopper-fast-1"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._prefill: PrefillRows | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        super().begin(plan)
+        self._prefill = prefill_rows(plan) if plan.spans else None
+
+    def linear(self, x_TK: Tensor, w_NK: Tensor, out: torch.dtype | None = None) -> Tensor:
+        if out is None or out == self.dtype:
+            return torch.mm(x_TK, w_NK.t())
+        return torch.mm(x_TK, w_NK.t(), out_dtype=out)
+
+    def linear_groups(self, x_TGK: Tensor, w_GNK: Tensor) -> Tensor:
+        z_GTN = torch.bmm(x_TGK.transpose(0, 1), w_GNK.transpose(1, 2))
+        return z_GTN.transpose(0, 1).reshape(x_TGK.shape[0], -1)
+
+    def choose(
+        self,
+        plan: StepPlan,
+        q_TJI: Tensor,
+        w_TJ: Tensor,
+        keys: PagedEntries,
+        table: Tensor,
+        topk: int,
+    ) -> Selected:
+        if self._prefill is None:
+            return super().choose(plan, q_TJI, w_TJ, keys, table, topk)
+        best = self._best(plan, q_TJI, w_TJ, keys, table, topk, None)
+        first = self._prefill.first_T[4][:, None]
+        return Selected(torch.where(best.slots_TW >= 0, best.slots_TW + first, -1), best.count_T)
+
+    def _split(self, tokens: int, ratio: int) -> int:
+        return 1 if tokens > 64 or ratio == 0 else 2 if tokens > 16 else 4
+
+    def attend(
+        self,
+        plan: StepPlan,
+        q_THK: Tensor,
+        window: PagedEntries,
+        entries: PagedEntries | None,
+        selected: Selected | None,
+        sink_H: Tensor,
+        table: Tensor,
+        eps: float,
+    ) -> Tensor:
+        own = self._prefill
+        if own is None:
+            return super().attend(plan, q_THK, window, entries, selected, sink_H, table, eps)
+        rows.norm_rope_(q_THK, plan.positions_T, table, eps)
+        out = torch.empty(q_THK.shape, dtype=self.dtype, device=q_THK.device)
+        near = self._gathered(window, own.window_slots_R)
+        if entries is None or selected is None:
+            prefill_attention.prefill_window(
+                q_THK, near, own.row_T, plan.window_length_T, sink_H=sink_H, out_THD=out
+            )  # fmt: skip
+        else:
+            ratio = 4 if entries.entries_per_page == 64 else 128
+            far = self._gathered(entries, own.slots_R[ratio])
+            prefill_attention.prefill_rows(
+                q_THK, near, own.row_T, plan.window_length_T, far, selected.count_T,
+                list_TW=selected.slots_TW if ratio == 4 else None, first_T=own.first_T[128] if ratio == 128 else None,
+                sink_H=sink_H, out_THD=out,
+            )  # fmt: skip
+        rows.turn_back(out, plan.positions_T, table)
+        return out
+
+    def _gathered(self, view: PagedEntries, slots_R: Tensor) -> Tensor:
+        octets = torch.empty(slots_R.numel() // 8, 8, 8, 64, dtype=self.dtype, device=slots_R.device)
+        prefill_attention.gather_rows(pages_of(view), view.entries_per_page, slots_R, octets)
+        return octets
 
 
 def takes(entries: EntryFormat, keys: EntryFormat) -> bool:

@@ -50,8 +50,8 @@ def quantise_queries(q_TC: Tensor, w_TJ: Tensor, positions_T: Tensor, cos_sin: T
     (t, heads), device = w_TJ.shape, q_TC.device
     codes = torch.empty(t, 64, 128, dtype=torch.uint8, device=device)
     weights = torch.empty(t, 64, device=device)
-    triton_source.index_queries[(t,)](
+    triton_source.index_queries[(t, 4)](
         q_TC, q_TC.stride(0), w_TJ, w_TJ.stride(0), positions_T, cos_sin, codes, weights, heads,
-        128**-0.5 * heads**-0.5, num_warps=4,
+        128**-0.5 * heads**-0.5, HEADS=16, num_warps=4,
     )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), weights

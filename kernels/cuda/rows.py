@@ -84,6 +84,18 @@ def turn_back(o_THD: Tensor, positions_T: Tensor, cos_sin: Tensor) -> None:
     triton_source.turn_back[(t, -(-heads // block))](o_THD, positions_T, cos_sin, heads, BLOCK_H=block, num_warps=4)
 
 
+def norm_rope_(q_THD: Tensor, positions_T: Tensor, cos_sin: Tensor, eps: float) -> None:
+    """K2's q side in place: each head of [T, H, 512] normed without a weight, then rotated. stride(1) = 512."""
+    from . import triton_source
+
+    assert q_THD.stride()[1:] == (512, 1)
+    t, heads, _ = q_THD.shape
+    block = min(8, power_of_two(heads))
+    triton_source.norm_rope[(t, -(-heads // block))](
+        q_THD, q_THD.stride(0), positions_T, cos_sin, heads, eps, BLOCK_H=block, num_warps=4
+    )
+
+
 def likeliest(logits_RV: Tensor) -> Tensor:
     """The lowest id among the largest logits of each row, int32 [R]; -1 where one is NaN."""
     from . import triton_source

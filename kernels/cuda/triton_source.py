@@ -21,7 +21,8 @@ def _round(x):
 # ---- products ----
 
 
-@triton.jit
+# What changes from step to step is not to be specialised for: each new kind of number would be compiled anew.
+@triton.jit(do_not_specialize=["num_rows", "y_split"])
 def linear(
     x, w, y, num_rows, num_columns, depth, x_row, x_batch, w_batch, y_row, y_batch, y_split,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
@@ -151,7 +152,7 @@ def expert_sum(out, place, weights, y, width, CHOICES: tl.constexpr, BLOCK: tl.c
 # ---- gate and routing ----
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gate(
     logits, bias, table, token_ids, ids, weights, num_rows, num_experts, scaling,
     SPLIT: tl.constexpr, CHOICES: tl.constexpr, HASHED: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
@@ -191,7 +192,7 @@ def gate(
     tl.store(weights + token * CHOICES + c_at, chosen_weight * scaling, mask=c_at < CHOICES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
 def route(
     ids, row_of, place, tile_expert, tile_first, tile_end, num_tokens, num_experts, max_tiles,
     CHOICES: tl.constexpr, BLOCK_M: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr,
@@ -270,6 +271,25 @@ def turn_back(o, positions, cos_sin, num_heads, BLOCK_H: tl.constexpr):
     cos, sin = tl.load(turn)[None, :], tl.load(turn + 32)[None, :]
     y = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (BLOCK_H, 64))
     tl.store(at, y.to(o.dtype.element_ty), mask=has)
+
+
+@triton.jit
+def norm_rope(q, q_row, positions, cos_sin, num_heads, eps, BLOCK_H: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    c, i = tl.arange(0, 512), tl.arange(0, 64)
+    at = q + token * q_row + h[:, None] * 512
+    is_head = (h < num_heads)[:, None]
+    x = tl.load(at + c[None, :], mask=is_head & (c < 512)[None, :], other=0.0).to(tl.float32)
+    tail = tl.load(at + 448 + i[None, :], mask=is_head & (i < 64)[None, :], other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / 512 + eps)
+    even, odd = tl.split(tl.reshape(tail * scale[:, None], (BLOCK_H, 32, 2)))
+    turn = cos_sin + tl.load(positions + token) * 64 + tl.arange(0, 32)
+    cos, sin = tl.load(turn)[None, :], tl.load(turn + 32)[None, :]
+    y = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (BLOCK_H, 64))
+    tl.debug_barrier()  # what is read above is written below
+    tl.store(at + c[None, :], (x * scale[:, None]).to(q.dtype.element_ty), mask=is_head & (c < 448)[None, :])
+    tl.store(at + 448 + i[None, :], y.to(q.dtype.element_ty), mask=is_head & (i < 64)[None, :])
 
 
 @triton.jit
@@ -507,13 +527,13 @@ def index_keys(
 
 @triton.jit
 def index_queries(
-    q, q_row, w, w_row, positions, cos_sin, out, out_w, num_heads, factor,
+    q, q_row, w, w_row, positions, cos_sin, out, out_w, num_heads, factor, HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    h, c, i = tl.arange(0, 64), tl.arange(0, 128), tl.arange(0, 64)
+    h, c, i = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, 128), tl.arange(0, 64)
     has = (h < num_heads)[:, None] & (c < 128)[None, :]
     x = tl.load(q + token * q_row + h[:, None] * 128 + c[None, :], mask=has, other=0.0).to(tl.float32)
-    even, odd = tl.split(tl.reshape(x, (64, 64, 2)))
+    even, odd = tl.split(tl.reshape(x, (HEADS, 64, 2)))
     turn = cos_sin + tl.load(positions + token) * 64 + i - 32
     cos = tl.load(turn, mask=i >= 32, other=1.0)[None, :]
     sin = tl.load(turn + 32, mask=i >= 32, other=0.0)[None, :]
@@ -521,16 +541,16 @@ def index_queries(
     hadamard = _hadamard_64()
     a, b = tl.dot(even, hadamard), tl.dot(odd, hadamard)  # in tf32, which holds bf16 exactly
     even, odd = _round((a + b) * 0.08838834764831845), _round((a - b) * 0.08838834764831845)
-    power = _power(tl.max(tl.reshape(tl.maximum(tl.abs(even), tl.abs(odd)), (64, 4, 16)), 2))
+    power = _power(tl.max(tl.reshape(tl.maximum(tl.abs(even), tl.abs(odd)), (HEADS, 4, 16)), 2))
     most = tl.max(power, 1)
-    down = tl.reshape(tl.broadcast_to(_two_to(-power)[:, :, None], (64, 4, 16)), (64, 64))
+    down = tl.reshape(tl.broadcast_to(_two_to(-power)[:, :, None], (HEADS, 4, 16)), (HEADS, 64))
     # A group's codes go out 2^6 times too large, and so much smaller as its scale is smaller than the row's.
     fold = tl.maximum(power - most[:, None], -20) + 6
-    up = tl.reshape(tl.broadcast_to(_two_to(fold)[:, :, None], (64, 4, 16)), (64, 64))
+    up = tl.reshape(tl.broadcast_to(_two_to(fold)[:, :, None], (HEADS, 4, 16)), (HEADS, 64))
     low, high = _code(even * down), _code(odd * down)
     low = _e4m3(_value(low) * up) | ((low >> 3) << 7)
     high = _e4m3(_value(high) * up) | ((high >> 3) << 7)
-    both = tl.reshape(tl.join(low, high), (64, 128)).to(tl.uint8)
+    both = tl.reshape(tl.join(low, high), (HEADS, 128)).to(tl.uint8)
     tl.store(out + token * 8192 + h[:, None] * 128 + c[None, :], both)
     weight = tl.load(w + token * w_row + h, mask=h < num_heads, other=0.0) * factor
     tl.store(out_w + token * 64 + h, weight * _two_to(most - 6))

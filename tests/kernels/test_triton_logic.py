@@ -103,6 +103,10 @@ def test_norms_streams_and_tokens_are_the_plain_ones() -> None:
     want = PLAIN._rotate(o, table[positions][:, None], inverse=True)
     rows.turn_back(o, positions, table)
     assert torch.equal(o, want)
+    q = torch.randn(3, 6 * 512)[:, : 5 * 512].unflatten(1, (5, 512))
+    want = PLAIN._rotate(PLAIN._rms(q, None, 1e-6), table[positions][:, None])
+    rows.norm_rope_(q, positions, table, 1e-6)
+    torch.testing.assert_close(q, want, rtol=1e-5, atol=1e-6)
 
 
 @interpreted

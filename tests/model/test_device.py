@@ -1,5 +1,6 @@
 """The device's forward pass by its plain operations, on the CPU, against the reference; and how a step gets there."""
 
+import random
 import sys
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from oracle.builder import Variant, random_weights
 from support.device_views import feed, pages_for, views_on
 
 from headrace.engine.plan import Slice, plan_batch
-from headrace.kernels.device import PlainOps
+from headrace.kernels.cuda.hopper import prefill_rows
+from headrace.kernels.device import PlainOps, expand_plan
+from headrace.kvcache.sequence import SequencePages
 from headrace.model.config import ModelConfig
 from headrace.model.device import DeviceTransformer, Staging, StepArrays
 from headrace.model.device_graphs import bucket_of
@@ -83,6 +86,38 @@ def test_step_arrays_say_where_rows_stand() -> None:
     assert step.arrays["slots128_T"].tolist() == [-1] * 6 + [second * 2 + 1]
     assert (step.num_tokens, step.num_sequences, step.max_tokens_a_sequence) == (7, 2, 6)
     assert not step.is_decode
+
+
+def test_workspace_rows_are_where_prefill_attention_looks(rng: random.Random) -> None:
+    """Window rows by position, each at its position modulo the ring; entries in order from a multiple of 8 on."""
+    for _ in range(40):
+        slices, used = [], 0
+        for turn in range(rng.randint(1, 3)):
+            start, number = rng.choice([0, 1, 100, 128, 700]), rng.choice([1, 2, 63, 300])
+            blocks, windows = (
+                -(-(start + number) // 256),
+                range(max(0, start - 127) // 64, (start + number - 1) // 64 + 1),
+            )
+            history = tuple(rng.sample(range(20 * turn, 20 * turn + 20), blocks))
+            pages = SequencePages(history, tuple((page, 50 * turn + page) for page in windows), turn)
+            slices.append(Slice([1] * number, start, pages, ()))
+            used += number
+        step = StepArrays.of(plan_batch([*slices, Slice([1, 1], 0, SequencePages((99,), ((0, 999),), 9), ())]))
+        staged = Staging(CPU).stage(step.arrays)
+        plan = expand_plan(staged, max_tokens_a_sequence=step.max_tokens_a_sequence, spans=step.spans)
+        own = prefill_rows(plan)
+        assert own.window_slots_R.numel() % 8 == 0
+        for t in range(used + 2):
+            length, row, position = int(plan.window_length_T[t]), int(own.row_T[t]), int(plan.positions_T[t])
+            assert row % 144 == position % 144
+            assert torch.equal(own.window_slots_R[row - length + 1 : row + 1], plan.window_list_TW[t, :length])
+            for ratio, a_page in ((4, 64), (128, 2)):
+                first, count = int(own.first_T[ratio][t]), int(plan.count_T[ratio][t])
+                assert first % 8 == 0
+                assert own.slots_R[ratio].numel() % 8 == 0
+                place = torch.arange(count)
+                want = plan.table_TB[t].long()[place // a_page] * a_page + place % a_page
+                assert torch.equal(own.slots_R[ratio][first : first + count].long(), want)
 
 
 def test_staging_keeps_names_shapes_and_values() -> None:
