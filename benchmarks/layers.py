@@ -286,8 +286,6 @@ def measure(
             print(
                 ops.name, f"decode {batch} x {context}", row["step_ms"], "ms", row["kernels"], "kernels", row["by_kind"]
             )
-            graphed._captured.clear()
-            del graph
     step = decode_step(16, 8192, layout, blocks)
     result: dict[str, Any] = {"launches_a_layer": launches_a_layer(model, step, views)}
     print(ops.name, result)

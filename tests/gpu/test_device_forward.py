@@ -54,6 +54,19 @@ def test_a_product_s_bits_do_not_depend_on_its_rows(depth: int, columns: int, ou
             assert torch.equal(dense.linear(x[:size], w[:256].contiguous(), torch.float32, split=8), parts[:, :size])
 
 
+@pytest.mark.parametrize("depth", [1024, 4096])
+def test_no_tile_changes_a_bit(depth: int) -> None:
+    """Every tile that is, or may be, chosen for a product gives the same bits."""
+    torch.manual_seed(depth)
+    x, w = torch.randn(600, depth, device=DEV).to(BF16), torch.randn(512, depth, device=DEV).to(BF16)
+    want = dense.linear(x, w, torch.float32, tile=dense.Tile(64, 32, 128, 4, 4))
+    for m, n, k, warps, stages in (
+        (64, 32, 256, 4, 4), (64, 16, 256, 4, 4), (64, 64, 64, 4, 6), (64, 64, 128, 4, 4), (64, 32, 64, 4, 8),
+        (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3),
+    ):  # fmt: skip
+        assert torch.equal(dense.linear(x, w, torch.float32, tile=dense.Tile(m, n, k, warps, stages)), want)
+
+
 def test_grouped_columns_have_their_own_weights() -> None:
     """The output projection's groups: right, and the same bits for any number of rows."""
     torch.manual_seed(1)
