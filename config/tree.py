@@ -36,7 +36,7 @@ class CacheSection:
     """Sizes of the four pools."""
 
     memory_bytes: int = 0
-    """Bytes for all pools together; 0: chosen from the device's memory."""
+    """Bytes for all pools together; 0: an eighth of the host's free memory, at most 1 GiB, whatever the device."""
     history_pages: int = 0
     """256 tokens each; 0: from memory_bytes. The same for the other pools."""
     window_pages: int = 0
