@@ -36,7 +36,7 @@ class CacheSection:
     """Sizes of the four pools."""
 
     memory_bytes: int = 0
-    """Bytes for all pools together; 0: chosen from the device's memory."""
+    """Bytes for all pools together; 0: an eighth of the host's free memory, at most 1 GiB, whatever the device."""
     history_pages: int = 0
     """256 tokens each; 0: from memory_bytes. The same for the other pools."""
     window_pages: int = 0
@@ -63,6 +63,9 @@ class EngineSection:
     """Growth that admission promises for: min(max_tokens, this)."""
     num_threads: int = 0
     """CPU threads of the kernels; 0: all cores divided by the workers of this host."""
+    batch_invariant: bool = True
+    """On a GPU: a token's bits depend on its sequence alone. False is faster, and gives up every promise of equal
+    bits; on the CPU it changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

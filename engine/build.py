@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,18 +19,27 @@ from ..core.clock import Clock
 from ..core.errors import ConfigError
 from ..core.pools import PoolKind
 from ..kernels import cpu
+from ..kernels.cuda import build as cuda_build
+from ..kernels.cuda import hopper
+from ..kernels.device import PlainOps
+from ..kernels.entry_format import EntryFormat
 from ..kvcache.allocator import CacheManager
+from ..kvcache.device_segments import DeviceMemory, DeviceMover
 from ..kvcache.fingerprint import document, fingerprint, golden_digests, table_digest
 from ..kvcache.layout import WINDOW_TOKENS, CacheLayout, CacheShape, Stream
 from ..kvcache.pools import CachePools
 from ..kvcache.segments import CacheGeometry, CacheMover
 from ..kvcache.snapshots import CheckPointCopier
-from ..model.batch import LayerViews
+from ..model.batch import ForwardPass, LayerViews
 from ..model.checkpoint import load_weights
 from ..model.config import ModelConfig
-from ..model.transformer import Transformer, rotary_table
+from ..model.device import DeviceTransformer
+from ..model.device_graphs import GraphedTransformer
+from ..model.transformer import Transformer, Weights, rotary_table
 from .api import EventSink
 from .core import Engine
+
+logger = logging.getLogger(__name__)
 
 
 def layer_views(layout: CacheLayout, pools: CachePools) -> list[LayerViews]:
@@ -62,7 +73,9 @@ class Built:
     layout: CacheLayout
     pools: CachePools
     geometry: CacheGeometry
-    mover: CacheMover
+    mover: CacheMover | DeviceMover
+    allocate: Callable[[int, int], Any] | None
+    """Makes transfer buffers (number, stride) where the pools are; None: in the CPU's memory."""
     document: str
     """Canonical layout document; equal documents may exchange pages."""
     fingerprint: bytes
@@ -81,6 +94,49 @@ def weight_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def hopper_device() -> torch.device:
+    """The GPU that the process sees first.
+
+    Raises:
+        ConfigError: there is none, it is no Hopper, or nothing can compile its kernels.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("model.device cuda: torch sees no GPU here; use cpu")
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise ConfigError(f"model.device cuda: kernels are for Hopper, not for {torch.cuda.get_device_name()}; use cpu")
+    if cuda_build.compiler() is None:
+        raise ConfigError("model.device cuda: the kernels need nvcc at their first use: set CUDA_HOME or PATH")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def device_ops(layout: CacheLayout, *, bf16: bool, batch_invariant: bool) -> PlainOps:
+    """Kernels where they know the page formats, else plain tensors on the device, whose bits depend on the batch."""
+    formats = (EntryFormat[entry.name.upper()] for entry in (layout.kv_entry, layout.index_entry))
+    if bf16 and hopper.takes(*formats):
+        return hopper.HopperOps() if batch_invariant else hopper.FastHopperOps()
+    logger.warning("engine.plain_ops kv_dtype=%s bf16=%s: slow, and not batch-invariant", layout.kv_dtype, bf16)
+    return PlainOps(torch.bfloat16 if bf16 else torch.float32)
+
+
+def device_model(
+    config: ModelConfig, weights: Weights, ops: PlainOps, max_model_len: int, max_num_seqs: int, device: torch.device
+) -> DeviceTransformer | GraphedTransformer:
+    """The forward pass on a GPU; with kernels, decode steps are graphs."""
+    model = DeviceTransformer(config, weights, ops, max_positions=max_model_len, device=device)
+    if not ops.capturable:
+        return model
+    return GraphedTransformer(model, max_tokens=max_num_seqs, max_blocks=-(-max_model_len // BLOCK_TOKENS))
+
+
+def transfer_parts(
+    layout: CacheLayout, pools: CachePools
+) -> tuple[CacheMover | DeviceMover, Callable[[int, int], Any] | None]:
+    """What copies between pages and transfer buffers, and what makes these where the pools are."""
+    if pools.device.type == "cpu":
+        return CacheMover(layout, pools.specs()), None
+    return DeviceMover(layout, pools), lambda number, stride: DeviceMemory(number, stride, pools.device)
+
+
 def build_engine(
     config: Config,
     clock: Clock,
@@ -91,11 +147,10 @@ def build_engine(
     """Load the checkpoint of a resolved config and size its pools.
 
     Raises:
-        ConfigError: the device has no engine yet, or memory does not hold the pools.
+        ConfigError: the device cannot compute this, or memory does not hold the pools.
         CheckpointError: a tensor is missing, too many, or of another shape.
     """
-    if config.model.device == "cuda":
-        raise ConfigError("model.device cuda: this version computes on the CPU; use cpu")
+    device = torch.device("cpu") if config.model.device != "cuda" else hopper_device()
     path = Path(config.model.path)
     model_config = ModelConfig.load(path)
     max_model_len = config.model.max_model_len or model_config.max_position
@@ -116,16 +171,25 @@ def build_engine(
         PoolKind.STATE: cache.state_rows,
         PoolKind.SNAPSHOT: cache.snapshot_rows,
     }
-    pools = CachePools(layout, num_pages, poison=cache.poison_free_pages)
+    pools = CachePools(layout, num_pages, str(device), poison=cache.poison_free_pages)
     replay_tokens = -(-WINDOW_TOKENS * len(layout.shape.ratios) // BLOCK_TOKENS) * BLOCK_TOKENS
     manager = CacheManager(
         num_pages, pools.poison_pages if cache.poison_free_pages else None, replay_tokens=replay_tokens
     )
     weights = load_weights(path, model_config, progress)
-    model = Transformer(model_config, weights, bf16=bf16, max_positions=max_model_len)
+    model: ForwardPass
+    if device.type == "cpu":
+        model = Transformer(model_config, weights, bf16=bf16, max_positions=max_model_len)
+        kernels, insert = "cpu-1", cpu.insert_entries
+    else:
+        ops = device_ops(layout, bf16=bf16, batch_invariant=config.engine.batch_invariant)
+        model = on_device = device_model(model_config, weights, ops, max_model_len, config.engine.max_num_seqs, device)
+        if ops.capturable:  # else nothing is compiled
+            on_device.warm(layer_views(layout, pools), config.engine.max_num_batched_tokens)
+        kernels, insert = ops.name, ops.insert_entries
     far = rotary_table(model_config.compress_rope_theta, model_config.yarn, min(max_model_len, 65536))
-    golden = golden_digests(layout, cpu.insert_entries) | {"rotary": table_digest(far)}
-    named = {"weights": weight_digest(path), "arithmetic": "bf16" if bf16 else "fp32", "kernels": "cpu-1"}
+    golden = golden_digests(layout, insert, str(device)) | {"rotary": table_digest(far)}
+    named = {"weights": weight_digest(path), "arithmetic": "bf16" if bf16 else "fp32", "kernels": kernels}
     text = document(layout, named, golden)
     if not config.model.max_model_len:
         max_model_len = min(max_model_len, manager.max_tokens())
@@ -147,7 +211,7 @@ def build_engine(
         layout,
         pools,
         CacheGeometry(layout),
-        CacheMover(layout, pools.specs()),
+        *transfer_parts(layout, pools),
         text,
         fingerprint(text),
         max_model_len,

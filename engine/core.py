@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from ..config.tree import EngineSection
 from ..core.blocks import BLOCK_TOKENS, block_hashes, child_hash, root_hash
 from ..core.clock import Clock
@@ -25,8 +23,7 @@ from ..kvcache.allocator import CacheManager, Hit
 from ..kvcache.check_points import SPACING, next_border, prompt_borders
 from ..kvcache.sequence import SequencePages
 from ..kvcache.snapshots import CheckPointCopier
-from ..model.batch import LayerViews
-from ..model.transformer import Transformer
+from ..model.batch import ForwardPass, LayerViews
 from .api import (
     AbortChoice,
     AbortSequence,
@@ -53,8 +50,9 @@ from .api import (
     TokenSampled,
 )
 from .plan import Slice, plan_batch
-from .sampler import BrokenLogits, History, raw_logprobs, sample
+from .sampler import BrokenLogits, History, raw_logprobs
 from .sequences import EngineSequence, Family, Phase, seeded
+from .step_logits import StepLogits
 
 
 class Engine:
@@ -62,7 +60,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Transformer,
+        model: ForwardPass,
         views: Sequence[LayerViews],
         manager: CacheManager,
         copier: CheckPointCopier,
@@ -151,6 +149,8 @@ class Engine:
         self._say()
 
     def _say(self) -> None:
+        # Whoever hears of pages may read them, or write them anew, from another stream of the device.
+        self._model.settle()
         if self._events:
             events, self._events = self._events, []
             self._sink(events)
@@ -378,16 +378,16 @@ class Engine:
         return [item for item in chosen if item[1].id in self._sequences]
 
     def _step(self, work: list[tuple[Slice, EngineSequence]]) -> None:
-        logits = self._model.forward(plan_batch([piece for piece, _ in work]), self._views)
-        row = 0
+        raw = self._model.forward(plan_batch([piece for piece, _ in work]), self._views)
+        logits = StepLogits(raw, self._model.likeliest(raw))
+        end_row = 0
         for piece, sequence in work:
-            rows = logits[row : row + len(piece.logit_positions)]
-            row += len(piece.logit_positions)
+            row, end_row = end_row, end_row + len(piece.logit_positions)
             if sequence.id not in self._sequences:
                 continue  # it ended with another choice of its request
             sequence.computed = piece.start + len(piece.tokens)
             try:
-                sampled = self._read_logits(sequence, piece, rows)
+                sampled = self._read_logits(sequence, piece, logits, row)
             except BrokenLogits as error:
                 self._fail(sequence, error)
                 continue
@@ -401,16 +401,16 @@ class Engine:
         self._steps += 1
         self._progress_s = self._clock.now_s()
 
-    def _read_logits(self, sequence: EngineSequence, piece: Slice, rows: Tensor) -> list[TokenSampled]:
+    def _read_logits(self, sequence: EngineSequence, piece: Slice, logits: StepLogits, row: int) -> list[TokenSampled]:
         """Scores of the prompt; and if the sequence has caught up with its last token the next one, of the prompt's
-        last token one for each choice."""
+        last token one for each choice. `row` is the piece's first row of logits."""
         params = sequence.sampling
         if params.prompt_logprobs is not None and piece.start < sequence.num_prompt:
             scored = [p for p in piece.logit_positions if p + 1 < sequence.num_prompt]
             if scored:
                 tokens = tuple(sequence.tokens[p + 1] for p in scored)
                 values = tuple(
-                    raw_logprobs(rows[p - piece.start], t, params.prompt_logprobs)
+                    raw_logprobs(logits.row(row + p - piece.start), t, params.prompt_logprobs)
                     for p, t in zip(scored, tokens, strict=True)
                 )
                 self._events.append(PromptScored(sequence.key, scored[0] + 1, tokens, values))
@@ -419,9 +419,10 @@ class Engine:
         first = len(sequence.tokens) == sequence.num_prompt
         relative = sequence.index - sequence.request.num_output_tokens
         found = []
+        last = row + len(piece.logit_positions) - 1
         for choice in range(sequence.request.num_choices) if first else (sequence.choice,):
             of_choice = seeded(sequence.request, choice) if first else params
-            token, logprobs = sample(rows[-1], of_choice, sequence.history, sequence.index, relative)
+            token, logprobs = logits.sample(last, of_choice, sequence.history, sequence.index, relative)
             found.append(TokenSampled(sequence.key, sequence.index, token, logprobs, choice))
         return found
 

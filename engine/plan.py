@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from ..core.blocks import BLOCK_TOKENS
 from ..kvcache.sequence import SequencePages
 from ..model.batch import Batch, ClosingEntries
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 WINDOW_PAGE_TOKENS = 64
 WINDOW_TOKENS = 128
@@ -32,38 +36,45 @@ class Slice:
     """History below this position is published: it is read, never written again."""
 
 
-def _tables(slices: Sequence[Slice]) -> tuple[Tensor, Tensor, Tensor]:
-    history = torch.zeros(len(slices), max(1, max(len(s.pages.history) for s in slices)), dtype=torch.int32)
+def _tables(slices: Sequence[Slice]) -> tuple[Int32Array, Int32Array, Int64Array]:
+    history = np.zeros((len(slices), max(1, max(len(s.pages.history) for s in slices))), dtype=np.int32)
     first = [max(0, s.start - WINDOW_TOKENS + 1) // WINDOW_PAGE_TOKENS for s in slices]
     last = [(s.start + len(s.tokens) - 1) // WINDOW_PAGE_TOKENS for s in slices]
-    window = torch.zeros(len(slices), max(b - a for a, b in zip(first, last, strict=True)) + 1, dtype=torch.int32)
+    window = np.zeros((len(slices), max(b - a for a, b in zip(first, last, strict=True)) + 1), dtype=np.int32)
     for i, s in enumerate(slices):
-        history[i, : len(s.pages.history)] = torch.tensor(s.pages.history, dtype=torch.int32)
-        pages = [s.pages.window_pages[p] for p in range(first[i], last[i] + 1)]
-        window[i, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-    return history, window, torch.tensor(first, dtype=torch.int32)
+        history[i, : len(s.pages.history)] = s.pages.history
+        window[i, : last[i] - first[i] + 1] = [s.pages.window_pages[p] for p in range(first[i], last[i] + 1)]
+    return history, window, np.array(first, dtype=np.int64)
 
 
-def _closing(slices: Sequence[Slice], ratio: int) -> ClosingEntries:
+@dataclass(frozen=True)
+class _Rows:
+    """Of each slice: positions it begins at and ends before, first row in the step, state row, published history."""
+
+    starts: Int64Array
+    ends: Int64Array
+    rows: Int64Array
+    state_rows: Int64Array
+    frozen_below: Int64Array
+
+
+def _closing(of: _Rows, history: Int32Array, ratio: int) -> ClosingEntries:
     """Entries [start // ratio, end // ratio) of each slice; candidates: the group, for ratio 4 the one before too."""
     per_page = BLOCK_TOKENS // ratio
-    reach = torch.arange(-4 if ratio == 4 else 0, ratio)
-    positions, slots, state_rows, tokens, rows = [], [], [], [], []
-    row = 0
-    for s in slices:
-        end = s.start + len(s.tokens)
-        entry = torch.arange(s.start // ratio, end // ratio)
-        pages = torch.tensor(s.pages.history or (0,), dtype=torch.int64)
-        candidates = entry[:, None] * ratio + reach
-        positions.append(entry * ratio)
-        slot = pages[entry // per_page] * per_page + entry % per_page
-        slots.append(torch.where((entry + 1) * ratio > s.frozen_below, slot, -1))
-        state_rows.append(torch.full_like(entry, s.pages.state_row))
-        tokens.append(candidates.clamp_min(-1))
-        rows.append(torch.where(candidates >= s.start, candidates - s.start + row, -1))
-        row += len(s.tokens)
+    reach = np.arange(-4 if ratio == 4 else 0, ratio)
+    first = of.starts // ratio
+    counts = of.ends // ratio - first
+    seq = np.repeat(np.arange(len(counts)), counts)
+    entry = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first[seq]
+    candidates = entry[:, None] * ratio + reach
+    slot = history[seq, entry // per_page].astype(np.int64) * per_page + entry % per_page
+    start = of.starts[seq, None]
     return ClosingEntries(
-        torch.cat(positions), torch.cat(slots), torch.cat(state_rows), torch.cat(tokens), torch.cat(rows)
+        torch.from_numpy(entry * ratio),
+        torch.from_numpy(np.where((entry + 1) * ratio > of.frozen_below[seq], slot, -1)),
+        torch.from_numpy(of.state_rows[seq]),
+        torch.from_numpy(np.maximum(candidates, -1)),
+        torch.from_numpy(np.where(candidates >= start, candidates - start + of.rows[seq, None], -1)),
     )
 
 
@@ -72,26 +83,27 @@ def plan_batch(slices: Sequence[Slice]) -> Batch:
     assert slices
     assert all(s.tokens for s in slices)
     history, window, first = _tables(slices)
-    positions = torch.cat([torch.arange(s.start, s.start + len(s.tokens)) for s in slices])
-    seq = torch.cat([torch.full((len(s.tokens),), i, dtype=torch.int32) for i, s in enumerate(slices)])
-    rows = seq.long()
-    pages = window[rows, positions // WINDOW_PAGE_TOKENS - first[rows]].long()
-    offsets = [0]
-    for s in slices:
-        offsets.append(offsets[-1] + len(s.tokens))
+    starts, lengths, state_rows, frozen = (
+        np.array(values, dtype=np.int64)
+        for values in zip(*((s.start, len(s.tokens), s.pages.state_row, s.frozen_below) for s in slices), strict=True)
+    )
+    of = _Rows(starts, starts + lengths, np.cumsum(lengths) - lengths, state_rows, frozen)
+    seq = np.repeat(np.arange(len(slices)), lengths)
+    positions = np.arange(len(seq)) - of.rows[seq] + starts[seq]
+    pages = window[seq, positions // WINDOW_PAGE_TOKENS - first[seq]].astype(np.int64)
     return Batch(
         token_ids_T=torch.tensor([t for s in slices for t in s.tokens]),
-        positions_T=positions,
-        seq_T=seq,
-        ends_T=torch.tensor([s.start + len(s.tokens) for s in slices])[rows],
-        state_rows_T=torch.tensor([s.pages.state_row for s in slices])[rows],
-        window_slots_T=pages * WINDOW_PAGE_TOKENS + positions % WINDOW_PAGE_TOKENS,
-        history_SB=history,
-        window_SW=window,
-        window_first_S=first,
-        closing={ratio: _closing(slices, ratio) for ratio in (4, 128)},
+        positions_T=torch.from_numpy(positions),
+        seq_T=torch.from_numpy(seq.astype(np.int32)),
+        ends_T=torch.from_numpy(of.ends[seq]),
+        state_rows_T=torch.from_numpy(state_rows[seq]),
+        window_slots_T=torch.from_numpy(pages * WINDOW_PAGE_TOKENS + positions % WINDOW_PAGE_TOKENS),
+        history_SB=torch.from_numpy(history),
+        window_SW=torch.from_numpy(window),
+        window_first_S=torch.from_numpy(first.astype(np.int32)),
+        closing={ratio: _closing(of, history, ratio) for ratio in (4, 128)},
         logit_rows=torch.tensor(
-            [o + p - s.start for o, s in zip(offsets, slices, strict=False) for p in s.logit_positions],
+            [row + p - s.start for row, s in zip(of.rows.tolist(), slices, strict=True) for p in s.logit_positions],
             dtype=torch.int64,
         ),
     )

@@ -1,7 +1,7 @@
 """Bytes of cache entries: how 512 latent channels, or 128 of an indexer key, lie in a page.
 
 A page of N entries holds N data rows, then N scale rows; the other formats have no scales. The functions here are the
-plain PyTorch reference; `cpu.py` has the same formats in C, bit for bit.
+plain PyTorch reference, on any device; `cpu.py` has the same formats in C, bit for bit.
 
     KV_FP32, KV_BF16        512 values
     KV_FP8    576 + 8 B     448 e4m3 codes, 64 bf16; 7 e8m0 scales (one per 64 codes) and a spare 0
@@ -69,7 +69,7 @@ def exponent_at_least(x: Tensor) -> Tensor:
 def pack_entries(entry_format: EntryFormat, values_NK: Tensor) -> tuple[Tensor, Tensor]:
     """[N, width] fp32 -> data rows [N, data_bytes] and scale rows [N, scale_bytes], uint8."""
     n = values_NK.shape[0]
-    none = torch.empty(n, 0, dtype=torch.uint8)
+    none = torch.empty(n, 0, dtype=torch.uint8, device=values_NK.device)
     match entry_format:
         case EntryFormat.KV_FP32 | EntryFormat.INDEX_FP32:
             return values_NK.float().contiguous().view(torch.uint8), none
@@ -87,10 +87,10 @@ def pack_entries(entry_format: EntryFormat, values_NK: Tensor) -> tuple[Tensor, 
             groups = values_NK.float().view(-1, 4, 32)
             exponents = exponent_at_least(groups.abs().amax(-1).clamp_min(6 * 2.0**-126) / 6)
             scaled = (groups.double() / torch.exp2(exponents[..., None].double())).flatten(1).clamp(-6, 6)
-            table = torch.tensor(E2M1, dtype=torch.float64)
+            table = torch.tensor(E2M1, dtype=torch.float64, device=values_NK.device)
             middle = (table[1:] + table[:-1]) / 2
             magnitude = scaled.abs()[..., None]
-            up_on_tie = torch.arange(7) % 2 == 1  # a tie goes to the even code
+            up_on_tie = torch.arange(7, device=values_NK.device) % 2 == 1  # a tie goes to the even code
             code = ((magnitude > middle) | ((magnitude == middle) & up_on_tie)).sum(-1)
             code = code + 8 * ((scaled < 0) & (code > 0))
             return (code[:, 0::2] | code[:, 1::2] << 4).to(torch.uint8), (exponents + 127).to(torch.uint8)
@@ -109,7 +109,7 @@ def unpack_entries(entry_format: EntryFormat, data: Tensor, scale: Tensor) -> Te
             return torch.cat([plain, data[:, 448:].contiguous().view(torch.bfloat16).float()], 1)
         case EntryFormat.INDEX_FP4:
             code = torch.stack([data & 15, data >> 4], -1).flatten(1).long()
-            value = torch.tensor(E2M1)[code & 7] * torch.where(code >= 8, -1.0, 1.0)
+            value = torch.tensor(E2M1, device=data.device)[code & 7] * torch.where(code >= 8, -1.0, 1.0)
             return torch.ldexp(value.view(-1, 4, 32), scale.int()[..., None] - 127).flatten(1)
 
 
@@ -121,8 +121,8 @@ def _rows(view: PagedEntries, slots: Tensor) -> tuple[Tensor, Tensor]:
     data = start + i * entry_format.data_bytes
     scale = start + n * entry_format.data_bytes + i * entry_format.scale_bytes
     return (
-        data[:, None] + torch.arange(entry_format.data_bytes),
-        scale[:, None] + torch.arange(entry_format.scale_bytes),
+        data[:, None] + torch.arange(entry_format.data_bytes, device=slots.device),
+        scale[:, None] + torch.arange(entry_format.scale_bytes, device=slots.device),
     )
 
 

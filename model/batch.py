@@ -6,11 +6,14 @@ sequences, E entries that close in it, C candidate rows of an entry.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from ..kernels.paged import PagedEntries, StateRing
+from .config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -67,3 +70,21 @@ class LayerViews:
     entry_state: StateRing | None = None
     index_keys: PagedEntries | None = None
     index_state: StateRing | None = None
+
+
+class ForwardPass(Protocol):
+    """What an engine needs of a model, on whichever device it computes."""
+
+    config: ModelConfig
+
+    def forward(self, batch: Batch, views: Sequence[LayerViews]) -> Tensor:
+        """Advance the pages by the step's tokens; raw logits of `batch.logit_rows`, fp32 [rows, V], on its device."""
+        ...
+
+    def likeliest(self, logits_RV: Tensor) -> Tensor | None:
+        """The lowest best id of each row of logits, int32 on the device, -1 where one is NaN; None: on the host."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when all that was asked of the device is done: pages hold what was written to them."""
+        ...

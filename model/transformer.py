@@ -266,6 +266,13 @@ class Transformer:
         self.norm = weights["norm.weight"].float().contiguous()
         self.head = cpu.pack_weight(weights["head.weight"])
 
+    def likeliest(self, logits_RV: Tensor) -> Tensor | None:
+        """Logits are on the host, where the sampler looks itself."""
+        return None
+
+    def settle(self) -> None:
+        """Whatever returns here is done."""
+
     def forward(self, batch: Batch, views: Sequence[LayerViews]) -> Tensor:
         """Advance the pages by the step's tokens; raw logits of `batch.logit_rows`, fp32 [rows, V]."""
         c = self.config

@@ -239,6 +239,7 @@ class Worker:
                 setup,
                 geometry=built.geometry,
                 mover=built.mover,
+                allocate=built.allocate,
                 deliver=self._from_transfers,
                 reported=self._transfers_reported,
                 clock=self._clock,

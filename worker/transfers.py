@@ -25,6 +25,7 @@ from ..core.segments import SegmentGeometry, SegmentMover
 from ..kvcache.layout import CacheLayout, CacheShape
 from ..proto.internal.v1 import peer_pb2_grpc
 from ..transfer import api as transfer
+from ..transfer.buffers import AllocateBuffers, HostMemory
 from ..transfer.driver import Driver
 from ..transfer.nixl_driver import NixlDriver, agent_name
 from ..transfer.one_host_driver import OneHostDriver
@@ -107,12 +108,14 @@ class LocalTransfers:
         *,
         geometry: SegmentGeometry,
         mover: SegmentMover,
+        allocate: AllocateBuffers | None = None,
         deliver: Deliver,
         reported: Callable[[Report], None],
         clock: Clock | None = None,
     ) -> None:
         """
         Args:
+            allocate: makes the buffers where `mover` moves bytes; None: in the CPU's memory.
             reported: called in the event loop with every new report, each second at the latest while the transfer
                 thread turns.
         """
@@ -131,6 +134,7 @@ class LocalTransfers:
             clock=self._clock,
             deliver=self._from_thread,
             send=self._to_link,
+            allocate=allocate or HostMemory,
         )
         self._links = Links(post=self._thread.post, new_link_id=self._thread.new_link_id)
         self._server = grpc.aio.server(options=server_options(links.MAX_MESSAGE_BYTES))

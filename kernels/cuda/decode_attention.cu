@@ -16,7 +16,7 @@
 // the logits' scale and the last division undo it. All of this is exact. A scale byte of 0xFF (poison) becomes infinity.
 //
 // At its ends the kernel can take in raw q (norm without weight, rotary) and give out e4m3 (inverse rotary, one
-// power-of-two scale per 128 channels), so that neither q nor the output makes a second trip through memory.
+// power-of-two scale per 128 channels; or bf16, rotated back), so that neither q nor the output makes a second trip through memory.
 #include "hopper.cuh"
 
 using namespace hr;
@@ -37,7 +37,7 @@ struct Params {
   int64_t q_stride_t, q_stride_h;
   List list[2];
   const float* sink;         // [H] or null
-  const int64_t* positions;  // [B]; for raw q and for e4m3 out
+  const int64_t* positions;  // [B]; for raw q, and for an output that is rotated back
   const float* cos_sin;      // [positions, 64]: 32 cosines, 32 sines
   __nv_bfloat16* out;        // [B, H, 512], unless out8
   int64_t out_stride_t, out_stride_h;
@@ -47,9 +47,8 @@ struct Params {
   int64_t scale_stride_g, scale_stride_c;
   float* lse;  // [B, H] or null
   float scale, eps;
-  int32_t heads, batch, raw_q;
+  int32_t heads, batch, raw_q, turn_out;
 #ifdef HR_TRACE
-  int32_t pad;
   void* trace;
 #endif
 };
@@ -438,7 +437,22 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
   // Out by way of shared memory, so that stores are whole lines; a warp stages its own rows.
   const uint32_t stage = smem + kK + (C == 4 ? 98304 + group * 8448 : C == 2 ? 65536 + (group * 2 + (w4 & 1)) * 8448 : warp * 8448);
   const int rows = min(16, p.heads - head0 - w4 * 16);
+  // The rotary channels of the output, rounded first, as if they had been stored before they are rotated back.
+  auto turn_rotary = [&]() {
+#pragma unroll
+    for (int i = 24; i < 32; ++i) {
+      const uint32_t at = smem + kTurn + (4 * (i - 24) + quad) * 4;
+      const float c = ld_f1(at), s = ld_f1(at + 128);
+      turn_back(o[4 * i], o[4 * i + 1], c, s);
+      turn_back(o[4 * i + 2], o[4 * i + 3], c, s);
+    }
+  };
   if (p.out8 == nullptr) {
+    if (p.turn_out && group == 1) {
+#pragma unroll
+      for (int i = 96; i < 128; i += 2) round_bf16(o[i], o[i + 1]);
+      turn_rotary();
+    }
     // Rows of 528 bytes: eight of them lie in different banks, and each is whole for the copy engine.
     const uint32_t at = stage + ((lane & 7) + (lane & 8)) * 528 + (lane >> 4) * 16;
 #pragma unroll
@@ -462,15 +476,7 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
   // Rounded to bf16 first, so that the fused form gives the bytes of the stand-alone one.
 #pragma unroll
   for (int i = 0; i < 128; i += 2) round_bf16(o[i], o[i + 1]);
-  if (group == 1) {
-#pragma unroll
-    for (int i = 24; i < 32; ++i) {
-      const uint32_t at = smem + kTurn + (4 * (i - 24) + quad) * 4;
-      const float c = ld_f1(at), s = ld_f1(at + 128);
-      turn_back(o[4 * i], o[4 * i + 1], c, s);
-      turn_back(o[4 * i + 2], o[4 * i + 3], c, s);
-    }
-  }
+  if (group == 1) turn_rotary();
   float top[2][2] = {};
 #pragma unroll
   for (int i = 0; i < 128; ++i) top[i >> 6][(i >> 1) & 1] = fmaxf(top[i >> 6][(i >> 1) & 1], fabsf(o[i]));
@@ -549,7 +555,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     const int i = threadIdx.x & 63;
     if (threadIdx.x < 192) {
       if (p.sink && head0 + i < p.heads) ((float*)(shared_bytes + kSink))[i] = p.sink[head0 + i];
-    } else if (p.out8) {
+    } else if (p.out8 || p.turn_out) {
       ((float*)(shared_bytes + kTurn))[i] = p.cos_sin[p.positions[token] * 64 + i];
     }
   }

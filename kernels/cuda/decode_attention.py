@@ -79,6 +79,7 @@ class _Params(ctypes.Structure):
         ("heads", ctypes.c_int32),
         ("batch", ctypes.c_int32),
         ("raw_q", ctypes.c_int32),
+        ("turn_out", ctypes.c_int32),
     )
 
 
@@ -123,6 +124,7 @@ def decode_attention(
     raw_q: bool = False,
     eps: float = 1e-6,
     quantised: tuple[Tensor, Tensor] | None = None,
+    turn_out: bool = False,
 ) -> None:
     """Launches the kernel on the current stream; allocates nothing, never waits.
 
@@ -135,12 +137,13 @@ def decode_attention(
         quantised: e4m3 [H/8, B, 4096] and fp32 scales [H/8, B, 32] with stride(1) = 1: the output is rounded to bf16,
             rotated back by its position and quantised per 128 channels with power-of-two scales; needs
             positions_B, cos_sin.
+        turn_out: out_BHD is rounded, then rotated back by its position; needs positions_B, cos_sin.
         positions_B: [B] int64. cos_sin: [positions, 64] fp32, 32 cosines then 32 sines.
     """
     assert q_BHD.dtype == torch.bfloat16
     assert q_BHD.stride(2) == 1
     assert split in SPLITS
-    fused = raw_q or quantised is not None
+    fused = raw_q or turn_out or quantised is not None
     if fused:
         assert positions_B is not None
         assert positions_B.dtype == torch.int64
@@ -161,6 +164,7 @@ def decode_attention(
         heads=q_BHD.shape[1],
         batch=q_BHD.shape[0],
         raw_q=int(raw_q),
+        turn_out=int(turn_out),
     )
     if quantised is not None:
         codes, scales = quantised

@@ -295,8 +295,11 @@ namespace {
 
 constexpr int kBins = 2048, kThreads = 1024;
 
+// What is no number counts as the least, so that a row of n keys has n of them: a search for the k-th would not end otherwise.
+__device__ __forceinline__ float number(float v) { return v == v ? v : -INFINITY; }
+
 __device__ __forceinline__ uint32_t sortable(float v) {
-  uint32_t b = __float_as_uint(v + 0.0f);  // -0 becomes 0: they tie
+  uint32_t b = __float_as_uint(number(v) + 0.0f);  // -0 becomes 0: they tie
   return b ^ ((b >> 31) ? 0xffffffffu : 0x80000000u);
 }
 
@@ -650,14 +653,14 @@ __global__ void __launch_bounds__(kThreads, 1) top_k_listed(const __grid_constan
     if (r < per && i < n) {
       if (aligned && i + 3 < n) {
         const float4 x = *(const float4*)(row + i);
-        v[r] = x.x;
-        v[r + 1] = x.y;
-        v[r + 2] = x.z;
-        v[r + 3] = x.w;
+        v[r] = number(x.x);
+        v[r + 1] = number(x.y);
+        v[r + 2] = number(x.z);
+        v[r + 3] = number(x.w);
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          if (i + j < n) v[r + j] = row[i + j];
+          if (i + j < n) v[r + j] = number(row[i + j]);
       }
     }
   }

@@ -186,16 +186,19 @@ def test_top_k_equals_a_stable_sort(size: int, k: int) -> None:
     """Ties, zeros of both signs, infinities, one outlier, all equal: the places of a stable descending sort."""
     torch.manual_seed(size)
     for n in (1100, 5003, 30000):
-        x = torch.randn(8, n, device=DEV)
+        x = torch.randn(9, n, device=DEV)
         x[1] = 0.0 * x[1]
         x[2] = torch.randint(0, 30, (n,), device=DEV).float()
         x[3, 5], x[4, 7], x[5] = 3e38, float("inf"), 1.5
         x[6, ::3] = float("-inf")
-        lengths = torch.tensor([n, n, n - 1, n, n, k + 1, n, k], dtype=torch.int32, device=DEV)
-        out = torch.full((8, k), -9, dtype=torch.int32, device=DEV)
-        count = torch.empty(8, dtype=torch.int32, device=DEV)
+        x[7, ::2] = float("nan")  # poisoned keys: they lose, and the search still ends
+        x[7, 1::6] = -float("nan")
+        lengths = torch.tensor([n, n, n - 1, n, n, k + 1, n, n - 3, k], dtype=torch.int32, device=DEV)
+        out = torch.full((9, k), -9, dtype=torch.int32, device=DEV)
+        count = torch.empty(9, dtype=torch.int32, device=DEV)
         k4.top_k(x, lengths, out, count, blocks_a_row=size)
-        want, want_count = k4.top_k_reference(x + 0.0, lengths, k)
+        numbers = torch.where(x.isnan(), float("-inf"), x + 0.0)
+        want, want_count = k4.top_k_reference(numbers, lengths, k)
         assert torch.equal(out, want)
         assert torch.equal(count, want_count)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from oracle.builder import Variant, random_weights
 
@@ -18,10 +16,12 @@ from headrace.engine import api
 from headrace.engine.build import layer_views
 from headrace.engine.core import Engine
 from headrace.kvcache.allocator import CacheManager
+from headrace.kvcache.device_segments import DeviceMover
 from headrace.kvcache.layout import CacheLayout, CacheShape
 from headrace.kvcache.pools import CachePools
 from headrace.kvcache.segments import CacheGeometry, CacheMover
 from headrace.kvcache.snapshots import CheckPointCopier
+from headrace.model.batch import ForwardPass
 from headrace.model.config import ModelConfig
 from headrace.model.transformer import Transformer
 
@@ -40,7 +40,7 @@ class Side:
 
     def __init__(
         self,
-        model: Transformer,
+        model: ForwardPass,
         kv_dtype: str = "fp8",
         pages: dict = LARGE,
         *,
@@ -48,11 +48,14 @@ class Side:
         budget: int = 2048,
         replay: int = REPLAY,
         longest: int = 4096,
+        device: str = "cpu",
     ) -> None:
+        """device: of the pools, and where the model computes."""
         self.layout = CacheLayout(CacheShape(RATIOS), kv_dtype)
-        self.pools = CachePools(self.layout, pages, poison=True)
+        self.pools = CachePools(self.layout, pages, device, poison=True)
         self.manager = CacheManager(pages, self.pools.poison_pages, replay_tokens=replay)
-        self.mover = CacheMover(self.layout, self.pools.specs())
+        on_cpu = device == "cpu"
+        self.mover = CacheMover(self.layout, self.pools.specs()) if on_cpu else DeviceMover(self.layout, self.pools)
         self.copier = CheckPointCopier(self.layout, self.pools)
         self.events: list[api.Event] = []
         self.batches: list[list[api.Event]] = []
@@ -138,10 +141,10 @@ def ship(p: Side, d: Side, key: int, length: int, skip: RangeKind | None = None)
     blocks = length // 256 - held
     segments = geometry.history_segments(held, blocks, limit) if blocks else []
     for ranges in segments + geometry.tail_segments(length, limit):
-        buffer = ctypes.create_string_buffer(geometry.payload_bytes(ranges, length) + 64)
-        digest = p.mover.gather(sent, ranges, length, ctypes.addressof(buffer))
+        buffer = torch.empty(geometry.payload_bytes(ranges, length) + 64, dtype=torch.uint8, device=p.pools.device)
+        digest = p.mover.gather(sent, ranges, length, buffer.data_ptr())
         covered |= geometry.split(ranges)
         if all(one.kind is not skip for one in ranges):
-            assert d.mover.scatter(reserved.pages, ranges, length, ctypes.addressof(buffer)) == digest
+            assert d.mover.scatter(reserved.pages, ranges, length, buffer.data_ptr()) == digest
     assert covered == geometry.split(geometry.expected(length, held))
     return blocks

@@ -121,6 +121,7 @@ class Rig:
                 geometry=Geometry(self.least_segment_bytes),
                 layout=SimpleNamespace(shape=None),
                 mover=None,
+                allocate=None,
                 document="{}",
                 fingerprint=b"f" * 32,
                 max_model_len=50,
