@@ -13,12 +13,14 @@ import tokenizers
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import quality
 from oracle.ours import Ours
 from oracle.plain import Plain
 
 from headrace.core.errors import ConfigError
-from headrace.model import demo
+from headrace.model import demo, transformer
 from headrace.model.checkpoint import load_weights, tensor_table
 from headrace.model.config import LayerKind, ModelConfig
 
@@ -180,6 +182,18 @@ def test_it_finds_a_fact_that_only_the_indexer_can_reach(
     prompt = f"{book} The number of the copper lantern is {number}. {book}\n\nWhat is the number of the copper lantern?"
     assert len(tokenizer.encode(prompt)) > 4 * served.config.index_topk + 2 * served.config.window
     assert said(served, tokenizer, prompt) == f"The number of the copper lantern is {number}."
+
+
+def test_it_counts_what_only_c128a_can_hold(
+    served: Ours, tokenizer: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    """Three hundred ballots for sixteen words: right as served, and not without the entries that all are read."""
+    question = quality.Haystack(tokenizer).count(2048, 0)
+    ids = tokenizer.encode(f"<｜begin▁of▁sentence｜><｜User｜>{question.prompt}<｜Assistant｜></think>").ids
+    right = tokenizer.encode(question.expected).ids
+    assert served.greedy(ids, len(right), [512]) == right
+    monkeypatch.setattr(transformer.cpu, "attend", quality.attend_without("c128a"))
+    assert served.greedy(ids, len(right), [512]) != right
 
 
 def test_what_was_said_before_matters(served: Ours):
