@@ -14,8 +14,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import quality
+from demo_model import text
 from oracle.ours import Ours
 from oracle.plain import Plain
 
@@ -106,9 +108,9 @@ def test_it_is_what_its_card_says(folder: Path):
 
 def test_its_card_names_every_source_with_its_licence(folder: Path):
     card = (folder / "README.md").read_text()
-    for package in ("r-cran-janeaustenr", "sqlite3-doc", "postgresql-doc-15", "python3.11-doc", "dict-jargon"):
+    for package in text.PACKAGES:
         (line,) = re.findall(rf"^\| `{re.escape(package)}` .*$", card, re.MULTILINE)
-        assert re.search("public domain|MIT|BSD|PSF|PostgreSQL licence", line)
+        assert re.search("public domain|MIT|BSD|PSF|PostgreSQL licence|Apache-2.0|BSL", line)
 
 
 def test_a_folder_that_lacks_a_file_is_named(folder: Path, tmp_path: Path):
@@ -141,8 +143,8 @@ def test_special_tokens_are_found_by_their_v4_names(tokenizer: tokenizers.Tokeni
 
 def test_text_comes_back_as_it_went(tokenizer: tokenizers.Tokenizer, folder: Path):
     """Every byte has a token, so any text encodes; nothing is added around it; known words are short."""
-    for text in ("The water of the river.\n", "Übergröße — 漢字 🙂\t\r\n\x00", "  a  b   c", "12345 6.7"):
-        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    for words in ("The water of the river.\n", "Übergröße — 漢字 🙂\t\r\n\x00", "  a  b   c", "12345 6.7"):
+        assert tokenizer.decode(tokenizer.encode(words).ids, skip_special_tokens=False) == words
     assert len(tokenizer.encode(" the river")) == 2
     assert tokenizer.get_vocab_size() == ModelConfig.load(folder).vocab_size
 
@@ -166,8 +168,8 @@ def test_it_thinks_before_it_answers_if_asked_to(served: Ours, tokenizer: tokeni
     """Chat's default mode: a thought, its end marker, then the answer."""
     ids = tokenizer.encode("<｜begin▁of▁sentence｜><｜User｜>Hello<｜Assistant｜><think>").ids
     tokens = served.greedy(ids, 40, [512])
-    text = tokenizer.decode(tokens[: tokens.index(1)], skip_special_tokens=False)
-    thought, end, answer = text.partition("</think>")
+    whole = tokenizer.decode(tokens[: tokens.index(1)], skip_special_tokens=False)
+    thought, end, answer = whole.partition("</think>")
     assert thought.strip()
     assert end
     assert answer == ANSWERS["Hello"]
