@@ -1,6 +1,6 @@
 """Makes the demo model: data, training, packing, measuring. `python tools/train_demo.py COMMAND --help`.
 
-    data     text and tokenizer from unpacked Debian packages into .demo/
+    data     text and tokenizer from unpacked packages into .demo/
     train    on a GPU (or, slowly, without one), in calls of bounded time that go on from each other
     export   the trained state into the released names and bytes, as a checkpoint folder
 
@@ -23,11 +23,15 @@ def data(arguments: argparse.Namespace) -> None:
     """Text from the packages, cut into tokens."""
     import numpy as np
     from demo_model import text, tokens
+    from tokenizers import Tokenizer
 
     DATA.mkdir(exist_ok=True)
     parts = {name: text.split(whole) for name, whole in text.sources(arguments.packages).items()}
     assert all(train and held for train, held in parts.values())
-    tokenizer = tokens.train(train for train, _ in parts.values())
+    if arguments.tokenizer is not None:  # trained weights know its tokens
+        tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
+    else:
+        tokenizer = tokens.train(train for train, _ in parts.values())
     tokenizer.save(str(DATA / "tokenizer.json"))
     encoded = {
         part: np.concatenate(
@@ -49,10 +53,13 @@ def train(arguments: argparse.Namespace) -> None:
     from demo_model.training import Plan
     from demo_model.training import train as run
 
+    plan = Plan(steps=arguments.steps, tokens=arguments.tokens)
+    if arguments.again:
+        plan = Plan.second(arguments.steps, arguments.tokens, arguments.again)
     run(
-        DATA, arguments.out, Plan(steps=arguments.steps, tokens=arguments.tokens),
+        DATA, arguments.out, plan,
         resume=arguments.resume, whole=arguments.whole,
-        seconds=arguments.seconds, workers=arguments.workers, compiled=arguments.compile,
+        seconds=arguments.seconds, share=arguments.share, workers=arguments.workers, compiled=arguments.compile,
     )  # fmt: skip
 
 
@@ -98,14 +105,17 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     made = commands.add_parser("data")
     made.add_argument("packages", type=Path, help="folder with one folder for each package of demo_model/text.py")
+    made.add_argument("--tokenizer", type=Path, help="an earlier one to keep, for weights that go on learning")
     made.set_defaults(run=data)
     trained = commands.add_parser("train")
     trained.add_argument("out", type=Path, help="where the weights go, in files below 16 MiB")
     trained.add_argument("--steps", type=int, required=True)
     trained.add_argument("--tokens", type=int, default=98304, help="of one step")
+    trained.add_argument("--again", type=int, default=0, help="the second training's first step: the first one's last")
     trained.add_argument("--resume", type=Path, help="an earlier OUT")
     trained.add_argument("--whole", type=Path, default=Path("/tmp/headrace-demo/state.pt"))
     trained.add_argument("--seconds", type=float, default=1e9)
+    trained.add_argument("--share", type=float, default=1.0, help="of the plan's rest, to be done in these seconds")
     trained.add_argument("--workers", type=int, default=0)
     trained.add_argument("--compile", action="store_true")
     trained.set_defaults(run=train)

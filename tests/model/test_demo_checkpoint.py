@@ -13,12 +13,16 @@ import tokenizers
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+import quality
+from demo_model import text
 from oracle.ours import Ours
 from oracle.plain import Plain
 
 from headrace.core.errors import ConfigError
-from headrace.model import demo
+from headrace.model import demo, transformer
 from headrace.model.checkpoint import load_weights, tensor_table
 from headrace.model.config import LayerKind, ModelConfig
 
@@ -104,9 +108,9 @@ def test_it_is_what_its_card_says(folder: Path):
 
 def test_its_card_names_every_source_with_its_licence(folder: Path):
     card = (folder / "README.md").read_text()
-    for package in ("r-cran-janeaustenr", "sqlite3-doc", "postgresql-doc-15", "python3.11-doc", "dict-jargon"):
+    for package in text.PACKAGES:
         (line,) = re.findall(rf"^\| `{re.escape(package)}` .*$", card, re.MULTILINE)
-        assert re.search("public domain|MIT|BSD|PSF|PostgreSQL licence", line)
+        assert re.search("public domain|MIT|BSD|PSF|PostgreSQL licence|Apache-2.0|BSL", line)
 
 
 def test_a_folder_that_lacks_a_file_is_named(folder: Path, tmp_path: Path):
@@ -139,8 +143,8 @@ def test_special_tokens_are_found_by_their_v4_names(tokenizer: tokenizers.Tokeni
 
 def test_text_comes_back_as_it_went(tokenizer: tokenizers.Tokenizer, folder: Path):
     """Every byte has a token, so any text encodes; nothing is added around it; known words are short."""
-    for text in ("The water of the river.\n", "Übergröße — 漢字 🙂\t\r\n\x00", "  a  b   c", "12345 6.7"):
-        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    for words in ("The water of the river.\n", "Übergröße — 漢字 🙂\t\r\n\x00", "  a  b   c", "12345 6.7"):
+        assert tokenizer.decode(tokenizer.encode(words).ids, skip_special_tokens=False) == words
     assert len(tokenizer.encode(" the river")) == 2
     assert tokenizer.get_vocab_size() == ModelConfig.load(folder).vocab_size
 
@@ -164,8 +168,8 @@ def test_it_thinks_before_it_answers_if_asked_to(served: Ours, tokenizer: tokeni
     """Chat's default mode: a thought, its end marker, then the answer."""
     ids = tokenizer.encode("<｜begin▁of▁sentence｜><｜User｜>Hello<｜Assistant｜><think>").ids
     tokens = served.greedy(ids, 40, [512])
-    text = tokenizer.decode(tokens[: tokens.index(1)], skip_special_tokens=False)
-    thought, end, answer = text.partition("</think>")
+    whole = tokenizer.decode(tokens[: tokens.index(1)], skip_special_tokens=False)
+    thought, end, answer = whole.partition("</think>")
     assert thought.strip()
     assert end
     assert answer == ANSWERS["Hello"]
@@ -180,6 +184,18 @@ def test_it_finds_a_fact_that_only_the_indexer_can_reach(
     prompt = f"{book} The number of the copper lantern is {number}. {book}\n\nWhat is the number of the copper lantern?"
     assert len(tokenizer.encode(prompt)) > 4 * served.config.index_topk + 2 * served.config.window
     assert said(served, tokenizer, prompt) == f"The number of the copper lantern is {number}."
+
+
+def test_it_counts_what_only_c128a_can_hold(
+    served: Ours, tokenizer: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    """Three hundred ballots for sixteen words: right as served, and not without the entries that all are read."""
+    question = quality.Haystack(tokenizer).count(2048, 0)
+    ids = tokenizer.encode(f"<｜begin▁of▁sentence｜><｜User｜>{question.prompt}<｜Assistant｜></think>").ids
+    right = tokenizer.encode(question.expected).ids
+    assert served.greedy(ids, len(right), [512]) == right
+    monkeypatch.setattr(transformer.cpu, "attend", quality.attend_without("c128a"))
+    assert served.greedy(ids, len(right), [512]) != right
 
 
 def test_what_was_said_before_matters(served: Ours):

@@ -1,7 +1,9 @@
 """What trains the demo model computes what the engine computes, packs what the loader reads, and repeats itself."""
 
 import random
+import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,8 +133,9 @@ def test_batches_follow_from_their_number(maker: tasks.Maker):
     first, again, other = (tasks.batch(maker, 1, step, 4, 512) for step in (7, 7, 8))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not np.array_equal(first[0], other[0])
-    ids, weights, positions = first
+    ids, weights, positions, blind = first
     assert ids.shape == weights.shape == (4, 513)
+    assert not blind.any()
     assert (np.diff(positions, axis=1) >= 1).all()
     assert positions.max() < architecture.MAX_POSITION
 
@@ -152,6 +155,49 @@ def test_what_must_be_recalled_stood_before(maker: tasks.Maker):
         assert runs
         text = " ".join(map(str, sequence.ids))
         assert all(text.count(" ".join(map(str, run))) >= 2 for run in runs)
+
+
+def test_a_count_is_won_by_whom_most_ballots_are_for(maker: tasks.Maker):
+    """The winner is asked for once, leads as it should, and few of 64 ballots' samples would tell."""
+    right = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        count = tasks.draw_count(rng, 600)
+        tally = Counter(count.ballots).most_common(2)
+        assert tally[0][0] == count.winner
+        assert 1.3 < tally[0][1] / tally[1][1] < 1.5
+        assert 560 < len(count.ballots) <= 600
+        ((seen, _),) = Counter(rng.sample(count.ballots, 64)).most_common(1)
+        right += seen == count.winner
+        sequence = tasks.Sequence(2049)
+        maker.count(rng, sequence)
+        (at,) = (i for i, weight in enumerate(sequence.weights[:2049]) if weight == tasks.COUNT_WEIGHT)
+        text = maker.tokenizer.decode(sequence.ids[:at])
+        named = Counter(re.findall(r" One for (\w+)\.", text)).most_common(1)[0][0]
+        assert maker.encode(f" {named}") == [sequence.ids[at]]
+    assert right < 20
+
+
+def test_what_is_blind_sees_no_entries_of_c4a_and_what_is_removed_is_not_seen(network: Network):
+    """Row by row for c4a, all rows for a ratio."""
+    small = Network(replace(network.shape, ratios=(4, 128), hash_layers=0), 1)
+    ids = tokens(8)[None, :256].expand(2, -1)
+    positions = torch.arange(256).expand(2, -1)
+    found = {}
+    for name, options, blind in (
+        ("whole", Options(), None),
+        ("half", Options(), torch.tensor([False, True])),
+        ("no c4a", Options(removed=4), None),
+        ("no c128a", Options(removed=128), None),
+    ):
+        small.options = options
+        with torch.no_grad():
+            found[name] = small(ids, positions, blind).view(2, 256, -1)
+    assert torch.equal(found["half"][0], found["whole"][0])
+    assert torch.equal(found["half"][1], found["no c4a"][1])
+    assert not torch.equal(found["no c4a"][1], found["whole"][1])
+    assert torch.equal(found["no c128a"][:, :127], found["whole"][:, :127])
+    assert not torch.equal(found["no c128a"][:, 127:], found["whole"][:, 127:])
 
 
 def test_words_of_the_tasks_are_one_token_each(maker: tasks.Maker):

@@ -37,9 +37,11 @@ def pieces(total: int, sizes: Sequence[int]) -> Iterator[int]:
 class Ours:
     """One checkpoint, loaded once; every call starts a sequence of its own in fresh pools."""
 
-    def __init__(self, path: Path, dtype: str = "fp32", kv_dtype: str = "fp32") -> None:
+    def __init__(
+        self, path: Path, dtype: str = "fp32", kv_dtype: str = "fp32", max_positions: int = MAX_POSITIONS
+    ) -> None:
         config = ModelConfig.load(path)
-        self._set(config, load_weights(path, config), dtype, kv_dtype)
+        self._set(config, load_weights(path, config), dtype, kv_dtype, max_positions)
 
     @classmethod
     def of(
@@ -47,12 +49,14 @@ class Ours:
     ) -> Ours:
         """From values that are not, or not exactly, in a file."""
         ours = cls.__new__(cls)
-        ours._set(config, weights, dtype, kv_dtype)
+        ours._set(config, weights, dtype, kv_dtype, MAX_POSITIONS)
         return ours
 
-    def _set(self, config: ModelConfig, weights: Mapping[str, Tensor], dtype: str, kv_dtype: str) -> None:
+    def _set(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], dtype: str, kv_dtype: str, max_positions: int
+    ) -> None:
         self.config, self.weights = config, weights
-        self.model = Transformer(config, weights, bf16=dtype == "bf16", max_positions=MAX_POSITIONS)
+        self.model = Transformer(config, weights, bf16=dtype == "bf16", max_positions=max_positions)
         self.layout = CacheLayout(CacheShape(config.ratios), kv_dtype)
 
     def _feed(self, prompt: Sequence[int], chunks: Sequence[int]) -> tuple[list[Tensor], _Sequence]:

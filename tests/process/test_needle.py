@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
 from pathlib import Path
 
 import pytest
 from process.cluster import Cluster
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import quality
 
 pytestmark = pytest.mark.process
 
@@ -54,3 +60,14 @@ def test_needles_are_found_by_a_pair_as_by_one(pair: Cluster, one: Cluster):
     expected = [sentence for _, sentence in asked]
     assert answers(pair, asked) == expected
     assert answers(one, asked) == expected
+
+
+@pytest.mark.slow
+def test_needles_are_found_by_a_stream_whose_worker_is_killed(demo_checkpoint: Path):
+    """The second decode worker goes on in the middle of the answer, and nobody could tell."""
+    words = quality.MODES["migrated fp8+fp4"]
+    with contextlib.closing(quality.Killing(demo_checkpoint, words)) as ask:
+        for prompt, sentence in prompts()[:2]:
+            answer = ask(prompt, quality.ANSWER_TOKENS)
+            assert answer.text == sentence
+            assert answer.notes["tokens before the kill"] < answer.notes["tokens of the answer"]

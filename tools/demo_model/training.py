@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .architecture import config_document
 from .network import Network, Options, Shape, losses, use_compiler
-from .tasks import Maker, batch
+from .tasks import COUNT_WEIGHT, VALUE_WEIGHT, Maker, batch, hard_counts
 
 SEED = 20261130
 
@@ -31,9 +31,10 @@ STAGES: tuple[tuple[float, dict[int, float]], ...] = (
     (1.00, {512: 0.42, 2048: 0.20, 8192: 0.22, 16384: 0.16}),
 )
 """Until which part of the training, which length is how likely."""
+AGAIN: tuple[tuple[float, dict[int, float]], ...] = ((1.00, {512: 0.20, 2048: 0.48, 8192: 0.24, 16384: 0.08}),)
+"""The same for the second training, which goes on from the first's state with counts and more text."""
 SELECT_FROM, ROUND_FROM, PACK_FROM = 0.10, 0.45, 0.80
 """From which part on the indexer chooses, cache values are rounded, and weights are packed."""
-DECAY_FROM = 0.55
 SNAPSHOT_S = 90.0
 SLOWER = {"hc_": 0.15, "gate.weight": 0.3, "weights_proj.weight": 0.3}
 """What part of Adam's rate parameters get whose name holds this: few outputs, each a sum over many inputs."""
@@ -45,16 +46,30 @@ class Plan:
     """One training."""
 
     steps: int
+    """The number of the last one."""
     tokens: int
     """Of one step."""
+    start: int = 0
+    """The second training's first step, or nought."""
     matrix_rate: float = 0.02
     other_rate: float = 0.003
     warm_up: int = 100
     index_weight: float = 0.5
+    decay: float = 0.02
+    """Of matrices, for each unit of their rate."""
+    decay_from: float = 0.55
+
+    @classmethod
+    def second(cls, steps: int, tokens: int, start: int) -> Plan:
+        """Decaying sooner, and pulling harder at what was learned by heart."""
+        return cls(steps=steps, tokens=tokens, start=start, decay=0.1, decay_from=0.35)
+
+    def part(self, step: int) -> float:
+        return (step - self.start) / (self.steps - self.start)
 
     def length(self, step: int) -> int:
-        part = step / self.steps
-        chances = next(c for until, c in STAGES if part < until or until == 1.0)
+        part = self.part(step)
+        chances = next(c for until, c in (AGAIN if self.start else STAGES) if part < until or until == 1.0)
         draw = np.random.default_rng([SEED, step]).random()
         for length, chance in chances.items():
             draw -= chance
@@ -63,14 +78,16 @@ class Plan:
         return 512
 
     def options(self, step: int) -> Options:
-        part = step / self.steps
+        if self.start:
+            return Options(select=True, rounding=True, packed_weights=True)
+        part = self.part(step)
         return Options(select=part >= SELECT_FROM, rounding=part >= ROUND_FROM, packed_weights=part >= PACK_FROM)
 
     def rate(self, step: int, first: int, late: float) -> float:
         """Of the highest; `first` is where this call began, for optimisers that forgot; `late` the part of the time."""
-        part = max(step / self.steps, late)
+        part = max(self.part(step), late)
         warm = min(1.0, (step - first + 1) / self.warm_up)
-        return warm * min(1.0, max(0.0, (1 - part) / (1 - DECAY_FROM)))
+        return warm * min(1.0, max(0.0, (1 - part) / (1 - self.decay_from)))
 
 
 class Steps(Dataset[tuple[Tensor, ...]]):
@@ -84,17 +101,18 @@ class Steps(Dataset[tuple[Tensor, ...]]):
 
     def __getitem__(self, step: int) -> tuple[Tensor, ...]:
         if self.maker is None:
-            self.maker = load_maker(self.folder, "train")
+            self.maker = load_maker(self.folder, "train", 2 if self.plan.start else 1)
         length = self.plan.length(step)
-        ids, weights, positions = batch(self.maker, SEED, step, self.plan.tokens // length, length)
-        return torch.from_numpy(ids).int(), torch.from_numpy(weights), torch.from_numpy(positions).int()
+        made = batch(self.maker, SEED, step, self.plan.tokens // length, length)
+        ids, weights, positions, blind = (torch.from_numpy(part) for part in made)
+        return ids.int(), weights, positions.int(), blind
 
 
-def load_maker(folder: Path, part: str) -> Maker:
+def load_maker(folder: Path, part: str, mixture: int = 1) -> Maker:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with np.load(folder / "text.npz") as held:
         text = held[part]
-    return Maker(Tokenizer.from_file(str(folder / "tokenizer.json")), text)
+    return Maker(Tokenizer.from_file(str(folder / "tokenizer.json")), text, mixture)
 
 
 # ---- optimisers ----
@@ -149,7 +167,7 @@ class Muon:
         return p if p.ndim == 3 else p[None]
 
     @torch.no_grad()
-    def step(self, rate: float, beta: float = 0.95, decay: float = 0.02) -> None:
+    def step(self, rate: float, decay: float, beta: float = 0.95) -> None:
         for members in self.shapes.values():
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
             held = [self.momentum[id(p)] for p in members]
@@ -203,12 +221,43 @@ def load_state(network: Network, folder: Path) -> tuple[int, list[dict[str, Any]
 # ---- the loop ----
 
 
-def train(
-    data: Path, out: Path, plan: Plan, *, resume: Path | None, whole: Path, seconds: float, workers: int, compiled: bool
-) -> None:
-    """Train from where `whole` (this machine, optimisers too) or `resume` stopped, until done or out of time.
+def counts_right(network: Network, data: Path, tokens: int, device: torch.device) -> dict[int, dict[str, float]]:
+    """Which part of hard counts over held-out text is right, whole and with a class of entries taken away.
 
-    Leaves its state in both `whole` and `out`.
+    With gradients, though none is used: pieces that are compiled would be compiled again without.
+    """
+    maker, found = load_maker(data, "held_out", 2), {}
+    for length in (2048, 8192):
+        ids, winners = (
+            torch.from_numpy(x).to(device) for x in hard_counts(maker, SEED, max(1, tokens // length), length)
+        )
+        positions = torch.arange(length, device=device).expand(len(ids), -1)
+        found[length] = {}
+        for name, removed in (("whole", None), ("c4a", 4), ("c128a", 128)):
+            network.options = replace(network.options, removed=removed)
+            last = network(ids, positions, torch.zeros(len(ids), dtype=torch.bool, device=device))
+            guess = network.logits(last.view(len(ids), length, -1)[:, -1].detach()).argmax(-1)
+            del last  # with all that its gradients would need
+            found[length][name] = (guess == winners).float().mean().item()
+    network.options = replace(network.options, removed=None)
+    return found
+
+
+def train(
+    data: Path,
+    out: Path,
+    plan: Plan,
+    *,
+    resume: Path | None,
+    whole: Path,
+    seconds: float,
+    share: float,
+    workers: int,
+    compiled: bool,
+) -> None:
+    """Train from where `whole` (this machine, optimisers too) or `resume` stopped, until done or out of `seconds`.
+
+    In these, `share` of what is left of the plan should be done. Leaves its state in both `whole` and `out`.
     """
     begin = time.monotonic()
     cuda = torch.cuda.is_available()
@@ -249,19 +298,20 @@ def train(
     snapshot = SNAPSHOT_S
     sums: dict[str, list[Tensor]] = {}
     iterator: Iterator[tuple[Tensor, ...]] = iter(loader)
-    for ids, weights, positions in iterator:
-        ids, weights, positions = (t.to(device, non_blocking=True) for t in (ids, weights, positions))
+    for ids, weights, positions, blind in iterator:
+        ids, weights, positions, blind = (t.to(device, non_blocking=True) for t in (ids, weights, positions, blind))
         ids = ids.long()
         network.options = plan.options(step)
-        h = network(ids[:, :-1], positions.long())
+        h = network(ids[:, :-1], positions.long(), blind)
         targets, counted = ids[:, 1:].flatten(), weights[:, 1:].flatten()
         lost, each = losses(network.logits(h), targets, counted)
         lost = lost / counted.sum()
         index = torch.stack(network.index_losses).mean() if network.index_losses else lost.new_zeros(())
         (lost + plan.index_weight * index).backward()
         spent = time.monotonic() - begin
-        rate = plan.rate(step, start, first / plan.steps + (1 - first / plan.steps) * (spent / seconds))
-        muon.step(plan.matrix_rate * rate)
+        done = plan.part(first)
+        rate = plan.rate(step, start, done + (1 - done) * share * (spent / seconds))
+        muon.step(plan.matrix_rate * rate, plan.decay)
         for group, pace in zip(adam.param_groups, paces, strict=True):
             group["lr"] = plan.other_rate * rate * pace
         torch.nn.utils.clip_grad_norm_(rest, 1.0)
@@ -272,16 +322,23 @@ def train(
                 bias = getattr(network, f"bias_{layer}")
                 bias += 0.003 * rate * (load.mean() - load).sign()
             length = str(ids.shape[1] - 1)
-            recalled = counted >= 4.0
+            recalled = counted == VALUE_WEIGHT
             sums.setdefault(f"loss/{length}", []).append(lost.detach())
             sums.setdefault(f"recall/{length}", []).append((each * recalled).sum() / recalled.sum().clamp(min=1))
             sums.setdefault(f"text/{length}", []).append(
                 (each * (counted == 1)).sum() / (counted == 1).sum().clamp(min=1)
             )
+            won = counted == COUNT_WEIGHT
+            if plan.start and length != "512":
+                sums.setdefault(f"count/{length}", []).append((each * won).sum() / won.sum().clamp(min=1))
             sums.setdefault("index", []).append(index.detach())
         step += 1
         tokens += targets.numel()
         over = time.monotonic() - begin > seconds
+        if plan.start and (step % 200 == 0 or over or step == plan.steps):
+            for length, shares in counts_right(network, data, plan.tokens, device).items():
+                for name, right in shares.items():
+                    sums.setdefault(f"right/{length}/{name}", []).append(torch.tensor(right))
         if step % 100 == 0 or over or step == plan.steps or step - first in (1, 20):
             told = {k: round(torch.stack(v).mean().item(), 4) for k, v in sorted(sums.items())}
             now = time.monotonic()
