@@ -37,6 +37,15 @@ class Region:
     """Of a file that others on this host may map instead, if it is one; its first byte lies at `address`."""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Memory of a peer's that this process sees, as it is at any moment."""
+
+    address: int
+    keeper: object = None
+    """The address is good while somebody refers to this, whatever becomes of the peer."""
+
+
 class Driver(Protocol):
     """One agent. Called by one thread only."""
 
@@ -70,6 +79,14 @@ class Driver(Protocol):
     ) -> ReadHandle:
         """Start a READ. `note` reaches the peer when it has ended well: at the latest once `poll` has seen DONE, but
         perhaps before. Raises PeerError: nothing runs."""
+        ...
+
+    def see(self, peer: str, remote: int, num_bytes: int) -> Seen | None:
+        """These bytes of a peer's send buffers where this process sees them; None: they must be READ."""
+        ...
+
+    def tell(self, peer: str, note: bytes) -> None:
+        """Send a note without a READ. It may be lost with the peer."""
         ...
 
     def poll(self, handle: ReadHandle) -> ReadState:

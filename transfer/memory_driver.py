@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ..core.clock import Clock
 from ..core.errors import PeerLost
-from .driver import ReadHandle, ReadState, Region
+from .driver import ReadHandle, ReadState, Region, Seen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,8 @@ class MemoryFaults:
     """The bytes land, the READ never ends; until `heal`."""
     corrupts: float = 0.0
     """One byte lands wrong."""
+    within_sight: bool = False
+    """Send buffers are seen by whoever may READ them."""
     note_s: tuple[float, float] = (0.0, 0.0)
     note_dropped: float = 0.0
     note_doubled: float = 0.0
@@ -134,7 +136,9 @@ class MemoryNetwork:
     def heal(self) -> None:
         """From now on nothing fails; what hung ends."""
         with self.lock:
-            self.faults = MemoryFaults(read_s=self.faults.read_s, note_s=self.faults.note_s)
+            self.faults = MemoryFaults(
+                read_s=self.faults.read_s, note_s=self.faults.note_s, within_sight=self.faults.within_sight
+            )
             for driver in self._agents.values():
                 if driver.stopped:
                     self.resume(driver.agent_name)
@@ -201,16 +205,15 @@ class MemoryNetwork:
             read.reader.num_ended += 1
             self._open.pop(read.handle, None)
 
-    def send_note(self, sender: str, read: _Read) -> None:
+    def send_note(self, sender: str, peer: MemoryDriver, note: bytes) -> None:
         faults, rng = self.faults, self._rng
-        if not read.note or rng.random() < faults.note_dropped:
+        if not note or rng.random() < faults.note_dropped:
             return
-        note = read.note
         if rng.random() < faults.note_mangled:
             place = rng.randrange(len(note))
             note = note[:place] + bytes([note[place] ^ rng.choice([1, 2, 0x80])]) + note[place + 1 :]
         for _ in range(2 if rng.random() < faults.note_doubled else 1):
-            self._at(rng.uniform(*faults.note_s), lambda: read.peer.inbox.append((sender, note)))
+            self._at(rng.uniform(*faults.note_s), lambda: peer.inbox.append((sender, note)))
 
     def _at(self, delay_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (self._clock.now_s() + delay_s, next(self._serial), act))
@@ -281,6 +284,20 @@ class MemoryDriver:
             self._network.post(read)
             return handle
 
+    def see(self, peer: str, remote: int, num_bytes: int) -> Seen | None:
+        """Whoever kills a process in this one keeps its memory, as a mapping would."""
+        other = self._network.find(peer)
+        if not self._network.faults.within_sight or peer not in self._peers or other is None:
+            return None
+        assert other._regions is not None
+        return Seen(remote) if _inside(other._regions[0], remote, num_bytes) else None
+
+    def tell(self, peer: str, note: bytes) -> None:
+        with self._network.lock:
+            other = self._network.find(peer)
+            if other is not None and other.alive:
+                self._network.send_note(self._name, other, note)
+
     def poll(self, handle: ReadHandle) -> ReadState:
         with self._network.lock:
             self._network.run_due()
@@ -289,7 +306,7 @@ class MemoryDriver:
                 del self._reads[handle]
                 self.num_ended -= 1
             if read.state is ReadState.DONE:
-                self._network.send_note(self._name, read)
+                self._network.send_note(self._name, read.peer, read.note)
             return read.state
 
     def notes(self) -> list[tuple[str, bytes]]:

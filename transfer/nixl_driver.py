@@ -25,7 +25,7 @@ from typing import Any
 
 from ..core.errors import PeerLost
 from ..core.ids import Incarnation, WorkerId
-from .driver import ReadHandle, ReadState, Region
+from .driver import ReadHandle, ReadState, Region, Seen
 
 PROGRESS_US = 1000
 MEASURED_FROM_BYTES = 256 << 10
@@ -241,8 +241,10 @@ class NixlDriver:
         if read.handle is not None:
             self._posts.put(read)
 
+    def see(self, peer: str, remote: int, num_bytes: int) -> Seen | None:
+        return None
+
     def tell(self, peer: str, note: bytes) -> None:
-        """Send a note without a READ, from any thread."""
         try:
             self._agent.send_notif(peer, note)
         except Exception as error:

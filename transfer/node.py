@@ -6,6 +6,7 @@ carried out in order; what they bring about comes after those that were decided 
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -63,7 +64,7 @@ from .decisions import (
     ToLinks,
     ToTaker,
 )
-from .driver import Driver, ReadHandle, ReadState
+from .driver import Driver, ReadHandle, ReadState, Seen
 from .header import HEADER_BYTES, unpack_note
 from .holder import Holder
 from .link import Links, Self, golden_payload, probe_header
@@ -76,6 +77,15 @@ Copy: TypeAlias = Gather | Scatter
 class _OpenRead:
     landing: int
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class _SeenSegment:
+    """A segment that is scattered from its holder's buffer; its landing buffer only stands for it."""
+
+    seen: Seen
+    agent: str
+    note: bytes
 
 
 class TransferNode:
@@ -133,6 +143,8 @@ class TransferNode:
         golden = golden_payload(fingerprint, probe.payload_bytes)
         self.send_memory.write(probe.buffer, 0, probe_header(probe) + golden)
         self._reads: dict[ReadHandle, _OpenRead] = {}
+        self._seen: dict[int, _SeenSegment] = {}
+        """By landing buffer."""
         self._work: deque[Action] = deque()
 
     # ---- what comes in ----
@@ -185,7 +197,11 @@ class TransferNode:
             if isinstance(copy, Gather):
                 payload = payload_address(self.send_memory, copy.buffer)
                 return self._mover.gather(copy.pages, copy.ranges, copy.length, payload)
-            payload = payload_address(self.landing_memory, copy.landing)
+            segment = self._seen.get(copy.landing)
+            if segment is not None:
+                payload = segment.seen.address + HEADER_BYTES
+            else:
+                payload = payload_address(self.landing_memory, copy.landing)
             return self._mover.scatter(copy.pages, copy.ranges, copy.length, payload)
         except LayoutError:
             return None
@@ -259,9 +275,15 @@ class TransferNode:
         if isinstance(copy, Gather):
             self._work.extend(self.holder.handle(Gathered(copy.buffer, copy.buffer_gen, digest), now_s))
         else:
+            self._let_go(copy.landing)
             self._work.extend(self.taker.handle(Scattered(copy.landing, digest), now_s))
 
     def _post(self, action: PostRead, now_s: float) -> None:
+        probe = self.landing_buffers.buffers[action.landing].owner is None
+        seen = None if probe else self._driver.see(action.agent, action.remote, action.num_bytes)
+        if seen is not None:
+            self._scatter_from(_SeenSegment(seen, action.agent, action.note), action.landing, now_s)
+            return
         read = _OpenRead(action.landing, action.num_bytes)
         try:
             handle = self._driver.post_read(
@@ -276,6 +298,21 @@ class TransferNode:
             self._read_ended(read, ReadState.LOST, now_s)
             return
         self._reads[handle] = read
+
+    def _scatter_from(self, segment: _SeenSegment, landing: int, now_s: float) -> None:
+        """Nothing travels: what a READ would have brought is looked at where it lies."""
+        self._seen[landing] = segment
+        event = ReadDone(landing, ctypes.string_at(segment.seen.address, HEADER_BYTES), "")
+        actions = self.taker.handle(event, now_s)
+        if not any(isinstance(action, Scatter) and action.landing == landing for action in actions):
+            self._let_go(landing)
+        self._work.extend(actions)
+
+    def _let_go(self, landing: int) -> None:
+        """The holder may use its buffer again."""
+        segment = self._seen.pop(landing, None)
+        if segment is not None:
+            self._driver.tell(segment.agent, segment.note)
 
     def _read_ended(self, read: _OpenRead, state: ReadState, now_s: float) -> None:
         buffer = self.landing_buffers.buffers[read.landing]

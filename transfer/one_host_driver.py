@@ -1,9 +1,9 @@
-"""A driver that reads the buffers of peers on the same host by copying them, and those of all others by another driver.
+"""A driver that sees the buffers of peers on the same host, and reads those of all others by another driver.
 
 Send buffers are memory of a file without a name. A peer that can open it (the same user, the same process namespace)
-maps it for reading; a READ is then one copy by a helper thread, cheaper than a socket and than a copy through the
-kernel, and it needs no right to trace the peer. Everything else stays as it is: the copy lands in a landing buffer, the
-scatter verifies it, the note goes through the other driver.
+maps it for reading, and scatters from there: one copy less than with a READ, and no right to trace the peer is needed.
+The scatter digests the very bytes that it stores, so bytes that change under it are refused like any wrong ones. A
+link's probe is a READ all the same, by a helper thread. Notes go through the other driver.
 
 What a peer says about its memory is not trusted. The file is looked at before it is opened, it must be the one that was
 named and of a size that cannot shrink any more, and reading it writes nowhere but into a landing buffer.
@@ -23,27 +23,18 @@ import stat
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..core.errors import PeerLost
-from .driver import Driver, ReadHandle, ReadState, Region
+from .driver import Driver, ReadHandle, ReadState, Region, Seen
 
 TRANSPORT = "shared memory"
 MAGIC = b"HRM1"
 MAX_DESCRIPTION_BYTES = 1024
 
 logger = logging.getLogger(__name__)
-
-
-class TellingDriver(Driver, Protocol):
-    """A driver that can send a note without a READ."""
-
-    def tell(self, peer: str, note: bytes) -> None:
-        """Hand a note over to be sent; may be called from another thread. What becomes of it is not known."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,7 @@ class _Copy:
 class OneHostDriver:
     """`Driver`; see the module."""
 
-    def __init__(self, other: TellingDriver) -> None:
+    def __init__(self, other: Driver) -> None:
         self._other = other
         self._described: _Described | None = None
         self._peers: dict[str, _Mapped] = {}
@@ -149,6 +140,14 @@ class OneHostDriver:
         self._copies[copy.handle] = copy
         self._orders.put(copy)
         return copy.handle
+
+    def see(self, peer: str, remote: int, num_bytes: int) -> Seen | None:
+        mapped = self._peers.get(peer)
+        address = None if mapped is None else mapped.address(remote, num_bytes)
+        return None if address is None else Seen(address, mapped)
+
+    def tell(self, peer: str, note: bytes) -> None:
+        self._other.tell(peer, note)
 
     def poll(self, handle: ReadHandle) -> ReadState:
         if handle > 0:

@@ -64,7 +64,7 @@ from .api import (
     Wanted,
     Withdraw,
 )
-from .buffers import LandingPhase, SendPhase
+from .buffers import BufferMemory, LandingPhase, SendPhase
 from .driver import ReadHandle
 from .header import unpack_note
 from .holder import FINAL as HOLDER_FINAL
@@ -136,6 +136,7 @@ def swarm(seed: int) -> WorldFaults:
             late_s=rng.choice([(0.001, 0.1), (1.0, 10.0)]),
             hangs=some(0.05),
             corrupts=some(0.1),
+            within_sight=rng.random() < 0.3,
             note_s=(0.0, rng.choice([0.0005, 0.05])),
             note_dropped=some(0.05),
             note_doubled=some(0.2),
@@ -291,6 +292,8 @@ class _Worker:
             rng=random.Random(world.rng.random()),
             defer=self.defer,
         )
+        # Peers may see it longer than this life lasts.
+        world.memories.append(self.node.send_memory)
         self.due_s: float | None = None
         self.driver = world.watch(self)
 
@@ -375,6 +378,7 @@ class World:
         self.clock = ManualClock()
         self.network = MemoryNetwork(self.clock, seed, self.faults.reads)
         self.network.on_write = self._on_write
+        self.memories: list[BufferMemory] = []
         self.geometry = PlainGeometry()
         self.link_ids = itertools.count(1)
         self.journeys: dict[TransferId, Journey] = {}

@@ -40,11 +40,21 @@ LOST_READS = WorldFaults(reads=MemoryFaults(read_s=(0.05, 0.5), max_pieces=6, lo
 DOUBLED_NOTES = WorldFaults(reads=MemoryFaults(read_s=(0.001, 0.01), note_s=(0.0, 0.3), note_doubled=0.8))
 SLOW_COPIES = WorldFaults(copy_s=(0.05, 0.2), taker_cancels=0.5, holder_withdraws=0.5)
 LOST_MESSAGES = WorldFaults(message_lost=0.05)
+WITHIN_SIGHT = WorldFaults(
+    reads=MemoryFaults(within_sight=True, note_s=(0.0, 0.01), note_doubled=0.5),
+    copy_s=(0.05, 0.3),
+    breaks_per_s=0.5,
+    close_s=(0.0, 0.5),
+    taker_cancels=0.3,
+    holder_withdraws=0.3,
+)
+"""Scatters from buffers that their holder may fill again meanwhile."""
 
 
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], WorldFaults, str]] = [
     (reuse_landing_while_reading, SLOW_READS, "I1"),
     (skip_the_digest, CORRUPT, "I2"),
+    (skip_the_digest, WITHIN_SIGHT, "I2"),
     (ignore_the_generation, DOUBLED_NOTES, "I8"),
     (forget_a_coverage_bit, LOST_MESSAGES, "I2"),
     (release_pages_before_the_gather, SLOW_COPIES, "I8"),
@@ -57,7 +67,9 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], WorldFaults, str]] =
 ]
 
 
-@pytest.mark.parametrize(("mutate", "faults", "rule"), MUTATIONS, ids=[row[0].__name__ for row in MUTATIONS])
+@pytest.mark.parametrize(
+    ("mutate", "faults", "rule"), MUTATIONS, ids=[f"{index}_{row[0].__name__}" for index, row in enumerate(MUTATIONS)]
+)
 def test_mutation_is_caught(
     mutate: Callable[[pytest.MonkeyPatch], None], faults: WorldFaults, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

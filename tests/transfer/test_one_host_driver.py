@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import gc
 import json
 import mmap
 import os
@@ -97,6 +99,25 @@ def test_a_read_is_a_copy_and_its_note_goes_the_other_way(pair):
     taker.driver.remove_peer(name)
     taker.driver.close()
     holder.driver.close()
+
+
+def test_what_is_seen_changes_with_the_peers_buffer_and_outlives_its_agent(pair):
+    """It is the peer's own memory; whoever refers to it may go on reading."""
+    holder, taker = pair
+    name = taker.driver.add_peer(holder.driver.metadata())
+    base = holder.send.base_address
+    seen = taker.driver.see(name, base + STRIDE, 4)
+    assert seen is not None
+    for word in (b"once", b"more"):
+        holder.send.write(1, 0, word)
+        assert ctypes.string_at(seen.address, 4) == word
+    assert taker.driver.see(name, base + 2 * STRIDE - 3, 4) is None
+    assert taker.driver.see("nobody", base, 4) is None
+    taker.driver.remove_peer(name)
+    gc.collect()
+    assert ctypes.string_at(seen.address, 4) == b"more"
+    taker.driver.tell("p.1", b"a note")
+    assert taker.other.told == [("p.1", b"a note")]
 
 
 def test_bytes_that_the_peer_does_not_have_are_lost(pair):
