@@ -128,5 +128,5 @@ def test_demo_once_answers_and_ends():
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert time.monotonic() - begin_s < 60.0
-    for word in ("TTFT", "ITL", "tokens", "pages", "shipped", "nixl"):
+    for word in ("TTFT", "ITL", "tokens", "pages", "shipped", "shared memory"):
         assert word in done.stdout
