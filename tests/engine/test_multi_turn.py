@@ -33,6 +33,7 @@ def computed(side: Side, key: int, prompt: tuple[int, ...]) -> int:
     return num
 
 
+@pytest.mark.slow
 def test_monolithic_turns_compute_what_is_new(model):
     """Question, and at most one block besides: the answer is prefix already."""
     side, text = Side(model, pages=PAGES, longest=LONGEST), ()

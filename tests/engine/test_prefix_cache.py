@@ -59,7 +59,7 @@ def test_the_answer_becomes_prefix(model):
     warm, cold = Side(model), Side(model, cached=False)
     sampling = SamplingParams(max_tokens=300, seed=7, logprobs=0, ignore_eos=True)
     prompt = words(1, 500)
-    for key in range(1, 4):
+    for key in (1, 2):
         output = warm.run(key, prompt, sampling)
         assert output == cold.run(key, prompt, sampling)
         if key > 1:
