@@ -112,7 +112,9 @@ def make_parser() -> argparse.ArgumentParser:
         _add_parent(worker)
 
     # Without help it is not listed: a worker starts it.
-    transfers = commands.add_parser("transfer", allow_abbrev=False)
+    transfers = commands.add_parser(
+        "transfer", description="A worker's transfers. Workers start it; it is of no use by hand.", allow_abbrev=False
+    )
     transfers.set_defaults(command=_transfer)
     transfers.add_argument("--socket", type=int, required=True)
     transfers.add_argument("--log-level", required=True)

@@ -80,9 +80,9 @@ class TransferSection:
     """Payload bound of one segment, and size of a buffer less its header."""
     num_send_buffers: int = 16
     num_landing_buffers: int = 16
-    window: int = 6
+    window: int = 8
     """Announced, not yet released segments of one transfer."""
-    reads: int = 3
+    reads: int = 4
     """READs of one peer that run at once. They share its connection and end together, so the others of a window are
     better announced and waiting."""
     peer_share: float = 0.5

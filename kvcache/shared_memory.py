@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -29,7 +30,8 @@ class SharedMemory:
             os.ftruncate(self.descriptor, size)
         self._mapping = mmap.mmap(self.descriptor, size)
         # Where the system does this for files at all; numpy asks the same for its own large arrays.
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8, count=num_bytes)
         """uint8 [num_bytes], page-aligned; it keeps the mapping alive."""
 

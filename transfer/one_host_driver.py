@@ -61,7 +61,7 @@ class _Mapped:
     def address(self, remote: int, num_bytes: int) -> int | None:
         """Where these bytes of the peer's lie here; None if it has no such bytes."""
         offset = remote - self.base
-        if offset < 0 or offset + num_bytes > len(self.array):
+        if num_bytes < 1 or offset < 0 or offset + num_bytes > len(self.array):
             return None
         return int(self.array.ctypes.data) + offset
 

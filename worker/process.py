@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from .. import __version__
 from ..config.tree import Config
 from ..core.blocks import BLOCK_TOKENS
 from ..core.clock import Clock, MonotonicClock
-from ..core.errors import ConfigError, Draining
+from ..core.errors import ConfigError, Draining, HeadraceError, PeerLost
 from ..core.ids import Incarnation, WorkerId, new_incarnation
 from ..engine import api as engine
 from ..engine.build import Built, build_engine
@@ -56,6 +57,7 @@ TICK_S = 0.1
 """How late a leg's deadline may be noticed; a second is the shortest of them."""
 CORDON_S = 0.5
 """From the beat that tells routers to the drain. Routers without a session learn by the refusal of their first leg."""
+EXIT_FAILED = 1
 EXIT_BROKEN = 70
 EXIT_AGAIN = 75
 """The process is sound but wants to be started anew."""
@@ -63,7 +65,20 @@ EXIT_AGAIN = 75
 
 def run(config: Config, legs: LegFactories) -> int:
     """Serve until a signal, a drain call or a fault ends it; the exit status."""
-    return asyncio.run(Worker(config, legs).run())
+    worker = Worker(config, legs)
+    try:
+        status = asyncio.run(worker.run())
+    except HeadraceError as error:
+        if not worker.is_loading:
+            raise
+        logger.error("worker.failed error=%s", error)
+        status = EXIT_FAILED
+    if worker.is_loading:
+        # Its thread is in the middle of C++ that does not survive the interpreter's end.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 class Worker:
@@ -86,6 +101,7 @@ class Worker:
         self._status = 0
         self._book = PeerBook()
         self._kv = KvStreams(self._incarnation, KvLog())
+        self._loading: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
 
     async def run(self) -> int:
@@ -111,7 +127,7 @@ class Worker:
         status_port = status.start()
         child = TransferChild(self._config.log_level) if self._config.transfer.process == "own" else None
         try:
-            built = await self._build()
+            built = await self._build(child)
             if built is None:
                 return self._status
             await self._serve(built, child, metrics, status_port)
@@ -123,8 +139,17 @@ class Worker:
 
     # ---- start ----
 
-    async def _build(self) -> Built | None:
-        """Load the model beside the loop, so that probes and signals are answered; None: told to leave meanwhile."""
+    @property
+    def is_loading(self) -> bool:
+        """The thread that loads the model runs."""
+        return self._loading is not None and self._loading.is_alive()
+
+    async def _build(self, child: TransferChild | None) -> Built | None:
+        """Load the model beside the loop, so that probes and signals are answered; None: told to leave meanwhile.
+
+        Raises:
+            PeerLost: the transfer process has ended meanwhile.
+        """
         done: asyncio.Future[Built] = self._loop.create_future()
 
         def settle(built: Built | None, error: BaseException | None) -> None:
@@ -147,17 +172,25 @@ class Worker:
                 self._loop.call_soon_threadsafe(settle, built, error)
 
         # A daemon: nothing stops a load, and the process must be free to end under it.
-        threading.Thread(target=load, name="load", daemon=True).start()
-        leaving = asyncio.create_task(self._leaving.wait())
-        try:
-            await asyncio.wait((done, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
+        self._loading = threading.Thread(target=load, name="load", daemon=True)
+        self._loading.start()
+        while not await self._or_leaving(done, TICK_S):
+            if child is not None and child.process.poll() is not None:
+                raise PeerLost(child.epitaph())
         if self._leaving.is_set():
             done.cancel()
             self._lifecycle.handle(Change.DRAIN)
             return None
         return done.result()
+
+    async def _or_leaving(self, work: asyncio.Future[Any], limit_s: float | None = None) -> bool:
+        """Wait for `work`, but no longer than until this process is told to leave; False: `limit_s` is over first."""
+        leaving = asyncio.create_task(self._leaving.wait())
+        try:
+            ended, _ = await asyncio.wait((work, leaving), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+        return bool(ended)
 
     async def _serve(self, built: Built, child: TransferChild | None, metrics: WorkerMetrics, status_port: int) -> None:
         section = self._config.worker
@@ -192,7 +225,14 @@ class Worker:
         engine_server = grpc.aio.server(options=server_options(session.MAX_MESSAGE_BYTES))
         engine_pb2_grpc.add_EngineServicer_to_server(service, engine_server)
         engine_port = bind(engine_server, section.host, section.engine_port, "worker.engine_port")
-        peer_port = await transfers.start()
+        starting = asyncio.ensure_future(transfers.start())
+        await self._or_leaving(starting)
+        if self._leaving.is_set() and not starting.done():
+            starting.cancel()
+            await engine_server.stop(0.0)
+            self._lifecycle.handle(Change.DRAIN)
+            return
+        peer_port = starting.result()
         host = bracketed(_reachable(section.host))
         self._parts = _Parts(
             built=built,

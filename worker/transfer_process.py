@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, PeerLost
 from ..core.pools import PoolSpec
 from ..transfer import api as transfer
 from .pipe import Pipe, pack
@@ -76,6 +76,10 @@ class TransferChild:
         """Hand over what it is to do; waits until it is read."""
         socket.send_fds(self.socket, [pack(begin)], descriptors)
 
+    def epitaph(self) -> str:
+        """What there is to say of one that has ended; its own last words are in the log."""
+        return f"the transfer process has ended with status {self.process.poll()}"
+
     def end(self, patience_s: float = 0.0) -> None:
         """Wait for its end; after `patience_s` make it."""
         try:
@@ -112,12 +116,13 @@ class ProcessTransfers:
                 await asyncio.get_running_loop().create_unix_connection(lambda: self._pipe, sock=self._child.socket)
                 return await self._began
         except TimeoutError:
-            error = f"the transfer process does not start within {START_S:g} s"
-        except OSError as caught:
-            error = f"the transfer process has ended before it began: {caught}"
-        self._stopping = True
-        self._child.end()
-        raise ConfigError(error)
+            self._child.end()
+            raise PeerLost(f"the transfer process does not start within {START_S:g} s") from None
+        except OSError:
+            self._child.end()
+            raise PeerLost(self._child.epitaph()) from None
+        finally:
+            self._stopping = not self._began.done() or self._began.cancelled() or self._began.exception() is not None
 
     def post(self, command: transfer.Command) -> None:
         self._pipe.send(command)
@@ -151,8 +156,8 @@ class ProcessTransfers:
     def _lost(self) -> None:
         if self._stopping:
             return
-        error = RuntimeError("the transfer process has ended")
+        self._child.end(GRACE_S)
         if not self._began.done():
-            self._began.set_exception(ConfigError(str(error)))
+            self._began.set_exception(PeerLost(self._child.epitaph()))
         else:
-            self._deliver(transfer.ThreadFailed(error))
+            self._deliver(transfer.ThreadFailed(RuntimeError(self._child.epitaph())))

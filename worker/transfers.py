@@ -79,6 +79,7 @@ class Transfers(Protocol):
 
         Raises:
             ConfigError: it cannot listen there.
+            PeerLost: their process has ended, or does not begin.
         """
         ...
 

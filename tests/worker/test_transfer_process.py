@@ -20,7 +20,7 @@ import torch
 from support.processes import until_gone
 
 from headrace.config.tree import TransferSection
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, PeerLost
 from headrace.core.ids import TransferId, WorkerId, new_incarnation, new_transfer_id
 from headrace.core.pools import PoolKind
 from headrace.kvcache.layout import CacheLayout, CacheShape, live_window
@@ -234,7 +234,7 @@ def test_a_child_that_is_gone_before_the_start_is_said_so() -> None:
         async with ended(end):
             end.child.process.kill()
             end.child.process.wait()
-            with pytest.raises(ConfigError, match="transfer process"):
+            with pytest.raises(PeerLost, match="has ended with status -9"):
                 await end.transfers.start()
 
     asyncio.run(script())
