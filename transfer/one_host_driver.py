@@ -3,7 +3,7 @@
 Send buffers are memory of a file without a name. A peer that can open it (the same user, the same process namespace)
 maps it for reading, and scatters from there: one copy less than with a READ, and no right to trace the peer is needed.
 The scatter digests the very bytes that it stores, so bytes that change under it are refused like any wrong ones. A
-link's probe is a READ all the same, by a helper thread. Notes go through the other driver.
+link's probe is a READ all the same, which is a copy then and there. Notes go through the other driver.
 
 What a peer says about its memory is not trusted. The file is looked at before it is opened, it must be the one that was
 named and of a size that cannot shrink any more, and reading it writes nowhere but into a landing buffer.
@@ -18,9 +18,7 @@ import json
 import logging
 import mmap
 import os
-import queue
 import stat
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
@@ -66,16 +64,6 @@ class _Mapped:
         return int(self.array.ctypes.data) + offset
 
 
-@dataclass
-class _Copy:
-    handle: ReadHandle
-    peer: str
-    source: int | None
-    target: int
-    num_bytes: int
-    note: bytes
-
-
 class OneHostDriver:
     """`Driver`; see the module."""
 
@@ -83,14 +71,11 @@ class OneHostDriver:
         self._other = other
         self._described: _Described | None = None
         self._peers: dict[str, _Mapped] = {}
-        self._copies: dict[ReadHandle, _Copy] = {}
-        self._ended: set[ReadHandle] = set()
+        self._ended: dict[ReadHandle, ReadState] = {}
+        """READs that were copies, until they are polled."""
         # The other driver counts from 1 upwards.
         self._handles = itertools.count(-1, -1)
         self._wake: Callable[[], None] = lambda: None
-        self._orders: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._helper = threading.Thread(target=self._copy_all, name="transfer-read", daemon=True)
-        self._helper.start()
 
     @property
     def agent_name(self) -> str:
@@ -123,7 +108,6 @@ class OneHostDriver:
         return name
 
     def remove_peer(self, name: str) -> None:
-        assert not any(copy.peer == name for copy in self._copies.values()), "an agent is removed under a READ"
         # Unmapped when nothing refers to it any more.
         self._peers.pop(name, None)
         self._other.remove_peer(name)
@@ -136,10 +120,13 @@ class OneHostDriver:
             return self._other.post_read(
                 peer, local=local, remote=remote, num_bytes=num_bytes, remote_device=remote_device, note=note
             )
-        copy = _Copy(ReadHandle(next(self._handles)), peer, mapped.address(remote, num_bytes), local, num_bytes, note)
-        self._copies[copy.handle] = copy
-        self._orders.put(copy)
-        return copy.handle
+        handle, source = ReadHandle(next(self._handles)), mapped.address(remote, num_bytes)
+        if source is not None:
+            ctypes.memmove(local, source, num_bytes)
+            self._other.tell(peer, note)
+        self._ended[handle] = ReadState.LOST if source is None else ReadState.DONE
+        self._wake()
+        return handle
 
     def see(self, peer: str, remote: int, num_bytes: int) -> Seen | None:
         mapped = self._peers.get(peer)
@@ -152,11 +139,7 @@ class OneHostDriver:
     def poll(self, handle: ReadHandle) -> ReadState:
         if handle > 0:
             return self._other.poll(handle)
-        if handle not in self._ended:
-            return ReadState.PROC
-        self._ended.discard(handle)
-        copy = self._copies.pop(handle)
-        return ReadState.DONE if copy.source is not None else ReadState.LOST
+        return self._ended.pop(handle)
 
     def notes(self) -> list[tuple[str, bytes]]:
         return self._other.notes()
@@ -165,18 +148,7 @@ class OneHostDriver:
         return TRANSPORT if peer in self._peers else self._other.transport(peer)
 
     def close(self) -> None:
-        self._orders.put(None)
-        self._helper.join(1.0)
         self._other.close()
-
-    def _copy_all(self) -> None:
-        """The helper thread."""
-        while (copy := self._orders.get()) is not None:
-            if copy.source is not None:
-                ctypes.memmove(copy.target, copy.source, copy.num_bytes)
-                self._other.tell(copy.peer, copy.note)
-            self._ended.add(copy.handle)
-            self._wake()
 
 
 def is_allowed() -> bool:

@@ -38,6 +38,7 @@ from ..transfer import api as transfer
 from . import session
 from .channels import server_options
 from .desk import Desk
+from .hand_over import HandOver
 from .intake import Intake
 from .kv_events import KvLog
 from .kv_streams import KvStreams
@@ -103,10 +104,12 @@ class Worker:
         self._kv = KvStreams(self._incarnation, KvLog())
         self._loading: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
+        self._hand_over: HandOver
 
     async def run(self) -> int:
         """The whole life; the exit status."""
         self._loop = asyncio.get_running_loop()
+        self._hand_over = HandOver(self._loop, self._fatal)
         self._loop.set_exception_handler(self._loop_failed)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._signalled, number)
@@ -334,7 +337,7 @@ class Worker:
     async def _tick(self) -> None:
         """Deadlines and progress, by their own clock."""
         while True:
-            self._guard(self._on_time)
+            self._hand_over.call(self._on_time)
             await asyncio.sleep(TICK_S)
 
     def _on_time(self) -> None:
@@ -350,19 +353,7 @@ class Worker:
 
     def _from_engine(self, events: Sequence[engine.Event]) -> None:
         """In the engine's thread."""
-        self._hand_over(self._on_engine, list(events))
-
-    def _hand_over(self, function: Callable[..., None], *arguments: Any) -> None:
-        # The loop is closed when the process is past its last word.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._guard, function, *arguments)
-
-    def _guard(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call what decides; it has no way to fail but by a defect."""
-        try:
-            function(*arguments)
-        except Exception as error:
-            self._fatal(error)
+        self._hand_over.post(self._on_engine, list(events))
 
     def _on_engine(self, events: Sequence[engine.Event]) -> None:
         assert self._parts is not None
@@ -383,7 +374,7 @@ class Worker:
         self._watch.transfers_alive(self._clock.now_s())
 
     def _from_transfers(self, event: transfer.WorkerEvent) -> None:
-        self._guard(self._on_transfer, event)
+        self._hand_over.call(self._on_transfer, event)
 
     def _on_transfer(self, event: transfer.WorkerEvent) -> None:
         parts, now_s = self._parts, self._clock.now_s()

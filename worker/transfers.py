@@ -8,11 +8,10 @@ the copies, messages and decisions of transfers.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import grpc
 
@@ -32,6 +31,7 @@ from ..transfer.one_host_driver import OneHostDriver
 from ..transfer.service import TransferThread
 from . import links
 from .channels import server_options
+from .hand_over import HandOver
 from .links import Links
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,9 @@ class LocalTransfers:
         """
         self._setup, self._deliver, self._reported = setup, deliver, reported
         self._clock = clock or MonotonicClock()
-        self._loop = asyncio.get_running_loop()
+        self._hand_over = HandOver(
+            asyncio.get_running_loop(), lambda error: self._deliver(transfer.ThreadFailed(error))
+        )
         self._thread = TransferThread(
             worker_id=setup.worker_id,
             incarnation=setup.incarnation,
@@ -177,24 +179,12 @@ class LocalTransfers:
     # ---- in the transfer thread ----
 
     def _from_thread(self, event: transfer.TransferEvent) -> None:
-        self._hand_over(self._on_event, event)
+        self._hand_over.post(self._on_event, event)
 
     def _to_link(self, link_id: int, message: PeerMessage) -> None:
-        self._hand_over(self._links.send, link_id, message)
-
-    def _hand_over(self, function: Callable[..., None], *arguments: Any) -> None:
-        # The loop is closed when the process is past its last word.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._guard, function, *arguments)
+        self._hand_over.post(self._links.send, link_id, message)
 
     # ---- in the event loop ----
-
-    def _guard(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call what decides; it has no way to fail but by a defect."""
-        try:
-            function(*arguments)
-        except Exception as error:
-            self._deliver(transfer.ThreadFailed(error))
 
     def _on_event(self, event: transfer.TransferEvent) -> None:
         match event:

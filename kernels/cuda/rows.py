@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..device import After
 from .experts import power_of_two
-
-After = tuple[Tensor, Tensor, Tensor]
 
 
 def norm_pair(x_TC: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float, out: torch.dtype) -> tuple[Tensor, Tensor]:
