@@ -28,13 +28,13 @@ test: unit ## lint, types and all tests but the slow ones
 # Tests between processes wait as often as they compute: lint and types take what they leave.
 	@$(MAKE) --no-print-directory -j 2 process lint
 
-unit: setup
+unit: setup $(VENV)/.interpreter
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not multinode and not process" $(ARGS)
 
 process: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "process and not slow and not gpu and not multinode" $(ARGS)
 
-nightly: lint ## everything that runs without a GPU, the slow tests too
+nightly: lint $(VENV)/.interpreter ## everything that runs without a GPU, the slow tests too
 	HEADRACE_SIM_TRANSFERS=$${HEADRACE_SIM_TRANSFERS:-200000} \
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not multinode and not process" $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "process and not gpu and not multinode" $(ARGS)
@@ -88,6 +88,13 @@ $(VENV)/.packages: $(VENV)/.torch $(CONSTRAINTS) pyproject.toml
 	@echo "[3/4] the other packages"
 	@$(PIP) install -c $(CONSTRAINTS) setuptools grpcio-tools
 	@$(BIN)/python requirements/wanted.py test > $(VENV)/wanted.txt
+	@$(PIP) install -c $(CONSTRAINTS) -r $(VENV)/wanted.txt
+	@touch $@
+
+# Large, and for tests alone: the demo does without it.
+$(VENV)/.interpreter: $(VENV)/.packages
+	@echo "triton, whose interpreter runs the GPU's kernels on a CPU"
+	@$(BIN)/python requirements/wanted.py interpreter > $(VENV)/wanted.txt
 	@$(PIP) install -c $(CONSTRAINTS) -r $(VENV)/wanted.txt
 	@touch $@
 

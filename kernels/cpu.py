@@ -222,7 +222,8 @@ def select_entries(
 ) -> tuple[Tensor, Tensor]:
     """The indexer's choice: int32 [T, topk] entry numbers, ascending, and how many of them count, int32 [T].
 
-    Ties go to the lower entry; while at most topk are visible, all are chosen and no score is computed.
+    Ties go to the lower entry; while at most topk are visible, all are chosen and no score is computed. The count is -1
+    where a score is no finite number: attention then gives NaN.
     """
     t, heads, _ = q_TJI.shape
     chosen, count = torch.full((t, topk), -1, dtype=torch.int32), torch.zeros(t, dtype=torch.int32)

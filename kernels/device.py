@@ -363,6 +363,8 @@ class PlainOps:
     ) -> Selected:
         """The best visible 4:1 entries of each token, ascending, ties to the lower one; all while there are few.
 
+        A score that is no finite number breaks the token's choice: its count is -1, and attention gives NaN.
+
         Args:
             q_TJI: [T, J, 128], not rotated. w_TJ: fp32, not scaled. keys: stored up to this step's.
         """
@@ -374,16 +376,18 @@ class PlainOps:
             q = entry_format.unpack_entries(EntryFormat(keys.format), *packed).view_as(q)
         w = w_TJ * (128**-0.5 * heads**-0.5)
         slots = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
-        counts = plan.count_T[4]
-        for t, count in enumerate(counts.tolist()):
+        counts = plan.count_T[4].clamp(max=topk)
+        for t, count in enumerate(plan.count_T[4].tolist()):
             every = torch.arange(count, device=q.device)
             every = plan.table_TB[t].long()[every // 64] * 64 + every % 64
             if count > topk:
                 scores = (torch.relu(q[t] @ entry_format.read_entries(keys, every).t()) * w[t, :, None]).sum(0)
                 best = torch.sort(scores + 0.0, descending=True, stable=True).indices[:topk]
                 every = every[best.sort().values]
+                if not scores.isfinite().all():
+                    counts[t] = -1
             slots[t, : every.numel()] = every.int()
-        return Selected(slots, counts.clamp(max=topk))
+        return Selected(slots, counts)
 
     def attend(
         self,
@@ -408,6 +412,9 @@ class PlainOps:
                 strict=True,
             )
         ):
+            if count < 0:
+                out[t] = torch.nan
+                continue
             k = entry_format.read_entries(window, plan.window_list_TW[t, :raw].long())
             if entries is not None and selected is not None:
                 k = torch.cat([k, entry_format.read_entries(entries, selected.slots_TW[t, :count].long())])

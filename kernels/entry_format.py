@@ -22,6 +22,8 @@ from torch import Tensor
 from .paged import PagedEntries
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+BROKEN = 255
+"""Scale byte of a group that reads as NaN: it was stored from something that is no finite number, or is poison."""
 
 
 class EntryFormat(IntEnum):
@@ -66,6 +68,17 @@ def exponent_at_least(x: Tensor) -> Tensor:
     return torch.where(mantissa == 0.5, exponent - 1, exponent)
 
 
+def _scale_bytes(exponents_NG: Tensor, groups_NGC: Tensor) -> Tensor:
+    """e8m0 bytes; BROKEN where a group holds what is no finite number, for its codes may not tell."""
+    return torch.where(groups_NGC.isfinite().all(-1), exponents_NG + 127, BROKEN).to(torch.uint8)
+
+
+def _scales(scale_NG: Tensor) -> Tensor:
+    """What e8m0 bytes stand for [N, G, 1]."""
+    power = torch.ldexp(torch.ones(scale_NG.shape, device=scale_NG.device), scale_NG.int() - 127)
+    return torch.where(scale_NG == BROKEN, torch.nan, power)[..., None]
+
+
 def pack_entries(entry_format: EntryFormat, values_NK: Tensor) -> tuple[Tensor, Tensor]:
     """[N, width] fp32 -> data rows [N, data_bytes] and scale rows [N, scale_bytes], uint8."""
     n = values_NK.shape[0]
@@ -81,7 +94,7 @@ def pack_entries(entry_format: EntryFormat, values_NK: Tensor) -> tuple[Tensor, 
             exponents = exponent_at_least(groups.abs().amax(-1).clamp_min(1e-4) / 448)
             scaled = torch.ldexp(groups, -exponents[..., None]).clamp(-448, 448)
             codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
-            scales = torch.nn.functional.pad((exponents + 127).to(torch.uint8), (0, 1))
+            scales = torch.nn.functional.pad(_scale_bytes(exponents, groups), (0, 1))
             return torch.cat([codes, rounded[:, 448:].contiguous().view(torch.uint8)], 1), scales
         case EntryFormat.INDEX_FP4:
             groups = values_NK.float().view(-1, 4, 32)
@@ -93,7 +106,7 @@ def pack_entries(entry_format: EntryFormat, values_NK: Tensor) -> tuple[Tensor, 
             up_on_tie = torch.arange(7, device=values_NK.device) % 2 == 1  # a tie goes to the even code
             code = ((magnitude > middle) | ((magnitude == middle) & up_on_tie)).sum(-1)
             code = code + 8 * ((scaled < 0) & (code > 0))
-            return (code[:, 0::2] | code[:, 1::2] << 4).to(torch.uint8), (exponents + 127).to(torch.uint8)
+            return (code[:, 0::2] | code[:, 1::2] << 4).to(torch.uint8), _scale_bytes(exponents, groups)
 
 
 def unpack_entries(entry_format: EntryFormat, data: Tensor, scale: Tensor) -> Tensor:
@@ -105,12 +118,12 @@ def unpack_entries(entry_format: EntryFormat, data: Tensor, scale: Tensor) -> Te
             return data.contiguous().view(torch.bfloat16).float()
         case EntryFormat.KV_FP8:
             codes = data[:, :448].contiguous().view(torch.float8_e4m3fn).float().view(-1, 7, 64)
-            plain = torch.ldexp(codes, scale[:, :7].int()[..., None] - 127).flatten(1)
+            plain = (codes * _scales(scale[:, :7])).flatten(1)
             return torch.cat([plain, data[:, 448:].contiguous().view(torch.bfloat16).float()], 1)
         case EntryFormat.INDEX_FP4:
             code = torch.stack([data & 15, data >> 4], -1).flatten(1).long()
             value = torch.tensor(E2M1, device=data.device)[code & 7] * torch.where(code >= 8, -1.0, 1.0)
-            return torch.ldexp(value.view(-1, 4, 32), scale.int()[..., None] - 127).flatten(1)
+            return (value.view(-1, 4, 32) * _scales(scale)).flatten(1)
 
 
 def _rows(view: PagedEntries, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -254,14 +254,21 @@ static inline uint8_t to_e2m1(float x) { /* nearest, ties to the even code; |x| 
 }
 static inline float clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; } /* NaN stays NaN */
 
+enum { BROKEN = 255 }; /* scale of a group that holds what is no finite number: its codes may not tell, and fp4 cannot */
+
 static void encode_fp8(const float *v, uint8_t *data, uint8_t *scale) {
     for (int g = 0; g < 7; g++) {
         float top = 1e-4f;
-        for (int i = 0; i < 64; i++) top = fmaxf(top, fabsf(bf16_to_float(to_bf16(v[g * 64 + i]))));
+        int broken = 0;
+        for (int i = 0; i < 64; i++) {
+            float a = fabsf(bf16_to_float(to_bf16(v[g * 64 + i])));
+            top = fmaxf(top, a);
+            broken |= !(a < INFINITY);
+        }
         int e = ceil_log2(top / 448.0f);
         for (int i = 0; i < 64; i++)
             data[g * 64 + i] = to_e4m3(clamp(bf16_to_float(to_bf16(v[g * 64 + i])) * exp2_int(-e), 448.0f));
-        scale[g] = (uint8_t)(e + 127);
+        scale[g] = broken ? BROKEN : (uint8_t)(e + 127);
     }
     scale[7] = 0;
     for (int i = 0; i < ROPE_WIDTH; i++) {
@@ -272,13 +279,17 @@ static void encode_fp8(const float *v, uint8_t *data, uint8_t *scale) {
 static void encode_fp4(const float *v, uint8_t *data, uint8_t *scale) {
     for (int g = 0; g < 4; g++) {
         float top = 6.0f * 0x1p-126f;
-        for (int i = 0; i < 32; i++) top = fmaxf(top, fabsf(v[g * 32 + i]));
+        int broken = 0;
+        for (int i = 0; i < 32; i++) {
+            top = fmaxf(top, fabsf(v[g * 32 + i]));
+            broken |= !(fabsf(v[g * 32 + i]) < INFINITY);
+        }
         int e = ceil_log2(top / 6.0f);
         float inverse = exp2_int(-e); /* e is at least -126, and below 126: both powers are normal */
         uint8_t code[32];
         for (int i = 0; i < 32; i++) code[i] = to_e2m1(clamp(v[g * 32 + i] * inverse, 6.0f));
         for (int i = 0; i < 16; i++) data[g * 16 + i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
-        scale[g] = (uint8_t)(e + 127);
+        scale[g] = broken ? BROKEN : (uint8_t)(e + 127);
     }
 }
 static const int DATA[6] = {2048, 1024, 576, 512, 256, 64}, SCALE[6] = {0, 0, 8, 0, 0, 4}, WIDTH[6] = {512, 512, 512, 128, 128, 128};
@@ -292,13 +303,13 @@ static void encode(int format, const float *v, uint8_t *data, uint8_t *scale) {
 static void decode(int format, const uint8_t *data, const uint8_t *scale, float *v) {
     if (format == KV_FP8) {
         for (int g = 0; g < 7; g++) {
-            float s = scale[g] == 255 ? NAN : exp2_int(scale[g] - 127);
+            float s = scale[g] == BROKEN ? NAN : exp2_int(scale[g] - 127);
             for (int i = 0; i < 64; i++) v[g * 64 + i] = e4m3[data[g * 64 + i]] * s;
         }
         for (int i = 0; i < ROPE_WIDTH; i++) { uint16_t h; memcpy(&h, data + PLAIN_WIDTH + 2 * i, 2); v[PLAIN_WIDTH + i] = bf16_to_float(h); }
     } else if (format == INDEX_FP4) {
         for (int g = 0; g < 4; g++) {
-            float s = scale[g] == 255 ? NAN : exp2_int(scale[g] - 127);
+            float s = scale[g] == BROKEN ? NAN : exp2_int(scale[g] - 127);
             for (int i = 0; i < 16; i++) {
                 v[g * 32 + 2 * i] = e2m1[data[g * 16 + i] & 15] * s;
                 v[g * 32 + 2 * i + 1] = e2m1[data[g * 16 + i] >> 4] * s;
@@ -343,7 +354,8 @@ void hr_hadamard(float *x, int64_t n) {
     }
 }
 
-/* ---- indexer: scores over the visible keys, the `topk` best, ties to the lower entry, ascending ---- */
+/* ---- indexer: scores over the visible keys, the `topk` best, ties to the lower entry, ascending; -1 of them if a score is no
+ * finite number, for a broken key must not look like one that nobody wants ---- */
 
 static void select_top(uint64_t *a, int64_t n, int64_t k) { /* the k largest to the front; keys are distinct */
     int64_t lo = 0, hi = n - 1;
@@ -407,12 +419,14 @@ int hr_select(const float *q, const float *w, int64_t t, int heads, const int64_
                         for (int g = 0; g < some; g++) acc[g] += qh[g * INDEX_WIDTH + c] * at(panel + c * 16);
                 for (int g = 0; g < some; g++) {
                     v16 zero = {0};
-                    total += w[r * heads + h + g] * (v16)((acc[g] > zero) & (i16)acc[g]);
+                    total += w[r * heads + h + g] * (v16)(~(acc[g] <= zero) & (i16)acc[g]); /* NaN stays NaN */
                 }
             }
             memcpy(scores + j, &total, sizeof total);
         }
+        int whole = 1;
         for (int64_t j = 0; j < n; j++) {
+            whole &= fabsf(scores[j]) < INFINITY;
             uint32_t u = bits(scores[j] == 0.0f ? 0.0f : scores[j]);
             u = u >> 31 ? ~u : u | 0x80000000u;
             order[j] = (uint64_t)u << 32 | (0xffffffffu - (uint32_t)j);
@@ -420,7 +434,7 @@ int hr_select(const float *q, const float *w, int64_t t, int heads, const int64_
         select_top(order, n, topk);
         for (int64_t j = 0; j < topk; j++) out[j] = (int32_t)(0xffffffffu - (uint32_t)order[j]);
         qsort(out, (size_t)topk, 4, by_value);
-        num_chosen[r] = (int32_t)topk;
+        num_chosen[r] = whole ? (int32_t)topk : -1;
     }
     free(keys_t);
     free(scores);
@@ -447,6 +461,10 @@ int hr_attend(const float *q, int64_t t, int heads, const int64_t *positions, co
         int32_t s = seq[r];
         int64_t first = pos > 127 ? pos - 127 : 0, num_raw = pos - first + 1;
         int64_t extra = ratio == 4 ? num_chosen[r] : ratio ? (pos + 1) / ratio : 0;
+        if (extra < 0) { /* the choice is broken, and so is what is made of it */
+            for (int64_t i = 0; i < heads * KV_WIDTH; i++) out[r * heads * KV_WIDTH + i] = NAN;
+            continue;
+        }
         if (owner != s || first < low) { owner = s; low = high = first; have = 0; }
         if (pos + 1 - low > raw_room) { /* drop what is out of sight before asking for more */
             int64_t keep = high > first ? high - first : 0;

@@ -61,9 +61,11 @@ __device__ __forceinline__ void insert(const float (&v)[4], int t, uint8_t* page
   for (int m = 8; m; m >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, m));
   const int e = scale_exponent(fmaxf(top, 1e-4f));
   const float inv = pow2(-e);
+  // What is no finite number may not show in the codes: the group's scale says so.
+  const uint32_t broken = __ballot_sync(~0u, !(fabsf(x[0]) + fabsf(x[1]) + fabsf(x[2]) + fabsf(x[3]) < INFINITY));
   if (t < 112) {
     *(uint32_t*)(page + at * 576 + t * 4) = pack_e4m3(x[0] * inv, x[1] * inv, x[2] * inv, x[3] * inv);
-    if ((t & 15) == 0) page[entries * 576 + at * 8 + (t >> 4)] = (uint8_t)(e + 127);
+    if ((t & 15) == 0) page[entries * 576 + at * 8 + (t >> 4)] = broken >> (t & 16) & 0xffff ? 255 : (uint8_t)(e + 127);
   }
 }
 }  // namespace

@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(256) entry_rows(const __grid_constant__ Params
     const uint8_t* from = page + at * 576 + (lane < 28 ? lane * 16 : 448 + (lane - 28) * 32);
     if (lane < 28) {
       const uint4 codes = ld_once_v4(from);
-      const float f = pow2((int)page[entries * 576 + at * 8 + (lane >> 2)] - 127);
+      const uint32_t scale = page[entries * 576 + at * 8 + (lane >> 2)];
+      const float f = scale == 255 ? __int_as_float(0x7fffffff) : pow2((int)scale - 127);
       out[0] = make_uint4(decode2(codes.x, f), decode2(codes.x >> 16, f), decode2(codes.y, f), decode2(codes.y >> 16, f));
       out[1] = make_uint4(decode2(codes.z, f), decode2(codes.z >> 16, f), decode2(codes.w, f), decode2(codes.w >> 16, f));
     } else {

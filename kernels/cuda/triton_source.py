@@ -15,7 +15,8 @@ import triton.language as tl
 def _round(x):
     """The nearest bf16, ties to even, as fp32; in integers, since the interpreter's own conversion cuts."""
     bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return tl.where(x == x, near, x)  # a NaN's bits may round to a zero's
 
 
 # ---- products ----
@@ -95,8 +96,9 @@ def expert_up(
         right = tl.dot(a, c, right)
         a_at += BLOCK_K
         b_at += BLOCK_K
-    left = tl.minimum(left, limit)
-    right = tl.minimum(tl.maximum(right, -limit), limit)
+    # Not by minimum and maximum, which lose a NaN.
+    left = tl.where(left > limit, limit, left)
+    right = tl.where(right > limit, limit, tl.where(right < -limit, -limit, right))
     out = left / (1.0 + tl.exp(-left)) * right
     to = h + rows.to(tl.int64)[:, None] * width + n[None, :]
     tl.store(to, out.to(h.dtype.element_ty), mask=has_m[:, None] & has_n[None, :])
@@ -469,18 +471,19 @@ def index_keys(
     if POOL:
         if (slot >= 0) & ((position + 1) % 4 == 0):
             i = tl.arange(0, 64)
+            still = 0 * i  # masks are of blocks: some interpreters take no scalar for one
             first_position = position - (row - first)
             top_e = tl.full((64,), -float("inf"), dtype=tl.float32)
             top_o = tl.full((64,), -float("inf"), dtype=tl.float32)
             for place in tl.static_range(8):
                 at = position - 7 + place
-                here = at >= first_position
+                here = at + still >= first_position
                 fresh = x + (first + at - first_position).to(tl.int64) * x_row
                 column = 128 * (place // 4)
                 from_step = fresh + 256 + column + 2 * i
                 from_ring = rows_at + (at % ring_rows) * 512 + 256 + column + 2 * i
                 bias = ape + (at % 4) * 256 + column + 2 * i
-                old = (at >= 0) & (at < first_position)
+                old = (at + still >= 0) & (at + still < first_position)
                 e = tl.where(here, tl.load(from_step, mask=here, other=0.0) + tl.load(bias, mask=here, other=0.0),
                              tl.load(from_ring, mask=old, other=-float("inf")))  # fmt: skip
                 o = tl.where(here, tl.load(from_step + 1, mask=here, other=0.0) + tl.load(bias + 1, mask=here, other=0.0),
@@ -490,13 +493,13 @@ def index_keys(
             even, odd = tl.zeros((64,), dtype=tl.float32), tl.zeros((64,), dtype=tl.float32)
             for place in tl.static_range(8):
                 at = position - 7 + place
-                here = at >= first_position
+                here = at + still >= first_position
                 fresh = x + (first + at - first_position).to(tl.int64) * x_row
                 column = 128 * (place // 4)
                 from_step = fresh + column + 2 * i
                 from_ring = rows_at + (at % ring_rows) * 512 + column + 2 * i
                 bias = ape + (at % 4) * 256 + column + 2 * i
-                old = (at >= 0) & (at < first_position)
+                old = (at + still >= 0) & (at + still < first_position)
                 e = tl.where(here, tl.load(from_step + 256, mask=here, other=0.0) + tl.load(bias, mask=here, other=0.0),
                              tl.load(from_ring + 256, mask=old, other=-float("inf")))  # fmt: skip
                 o = tl.where(here, tl.load(from_step + 257, mask=here, other=0.0) + tl.load(bias + 1, mask=here, other=0.0),
@@ -522,7 +525,12 @@ def index_keys(
             down = tl.reshape(tl.broadcast_to(_two_to(-power)[:, None], (4, 16)), (64,))
             page = pages + (slot // 64) * page_stride
             tl.store(page + (slot % 64) * 64 + i, (_code(even * down) | (_code(odd * down) << 4)).to(tl.uint8))
-            tl.store(page + 4096 + (slot % 64) * 4 + tl.arange(0, 4), (power + 127).to(tl.uint8))
+            # fp4 has no NaN: the scale of a group that holds one says so.
+            whole = ((tl.abs(even) + tl.abs(odd)) < float("inf")).to(tl.int32)
+            whole = tl.min(tl.reshape(whole, (4, 16)), 1)
+            tl.store(
+                page + 4096 + (slot % 64) * 4 + tl.arange(0, 4), tl.where(whole > 0, power + 127, 255).to(tl.uint8)
+            )
 
 
 @triton.jit

@@ -73,6 +73,48 @@ def test_the_hadamard_is_its_own_inverse() -> None:
     torch.testing.assert_close(reference, x, rtol=2**-5, atol=2**-5)
 
 
+@pytest.mark.parametrize("what", [float("nan"), float("inf")])
+@pytest.mark.parametrize("entry_format", list(EntryFormat))
+def test_what_is_no_finite_number_is_read_as_none(entry_format: EntryFormat, what: float) -> None:
+    """One such value breaks its group at least, in any place, whatever the format's codes can say; the others stay."""
+    width = entry_format.width
+    values = wild_values(64, width)
+    places = (torch.arange(60) * 17 + 3) % width
+    values[torch.arange(60), places] = what
+    ours, reference = make_view(entry_format, 64), make_view(entry_format, 64)
+    cpu.insert_entries(ours, torch.arange(64), values)
+    insert_entries(reference, torch.arange(64), values)
+    for view, other in ((ours, reference), (reference, ours)):
+        for read in (cpu.read_entries, read_entries):
+            got = read(view, torch.arange(64))
+            assert not got[torch.arange(60), places].isfinite().any()
+            assert torch.equal(got[60:], read_entries(other, torch.arange(60, 64)))
+            assert got[60:].isfinite().all()
+
+
+def test_a_broken_key_breaks_the_choice() -> None:
+    """However many others there are: a key that cannot be read must not pass for one that nobody wants."""
+    g = torch.Generator().manual_seed(6)
+    view, pages = make_view(EntryFormat.INDEX_FP4, 64), torch.tensor([[3, 0, 4, 1]], dtype=torch.int32)
+    at = pages[0, torch.arange(256) // 64].long() * 64 + torch.arange(256) % 64
+    keys = torch.randn(256, 128, generator=g)
+    keys[200, 77] = float("nan")
+    cpu.insert_entries(view, at, keys)
+    q, w = torch.randn(2, 4, 128, generator=g), torch.rand(2, 4, generator=g) - 2
+    seq, positions = torch.zeros(2, dtype=torch.int32), torch.tensor([4 * 200 - 1, 4 * 201 - 1])
+    chosen = cpu.select_entries(q, w, positions, seq, view, pages, 16)
+    assert chosen[1].tolist() == [16, -1]
+    window, entries = make_view(EntryFormat.KV_BF16, 64), make_view(EntryFormat.KV_FP8, 64)
+    for either in (window, entries):
+        cpu.insert_entries(either, torch.arange(320), torch.randn(320, 512, generator=g))
+    out = cpu.attend(
+        torch.randn(2, 3, 512, generator=g), positions, seq, window, torch.tensor([[0, 1, 2]], dtype=torch.int32),
+        torch.tensor([10], dtype=torch.int32), entries, pages, 4, chosen, torch.zeros(3), bf16=True,
+    )  # fmt: skip
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
+
+
 def test_selection_is_the_stable_top_k() -> None:
     """Largest scores win, ties go to the lower entry, the result is ascending."""
     g = torch.Generator().manual_seed(5)
