@@ -9,6 +9,7 @@ logits waits. Letters as in `kernels/device.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,8 @@ from .transformer import Weights, rotary_table
 Int32Array = npt.NDArray[np.int32]
 NUM_WINDOW_PAGES = 3
 """That the window of one token can touch."""
+FEW_ROWS = 256
+"""More fill the device by themselves."""
 WARM_ROWS = (1, 65, 257, 1025, 2049)
 """Numbers of tokens that between them use every tile size."""
 
@@ -148,6 +151,32 @@ class Staging:
         return found
 
 
+class Lanes:
+    """Streams beside the current one, for what can go on at once within a layer of few rows.
+
+    What a lane reads must stay referenced until it has joined; what it makes may be let go of after that: a lane
+    begins after all that the main stream was asked for before, so memory is not given to two.
+    """
+
+    def __init__(self, device: torch.device, number: int) -> None:
+        self._streams = [torch.cuda.Stream(device) for _ in range(number)] if device.type == "cuda" else []
+        self._open: list[torch.cuda.Stream] = []
+
+    def lane(self, number: int, rows: int) -> AbstractContextManager[object]:
+        """To be entered for the work of one lane; the main stream itself where that would gain nothing."""
+        if not self._streams or rows > FEW_ROWS:
+            return nullcontext()
+        stream = self._streams[number]
+        stream.wait_stream(torch.cuda.current_stream())
+        self._open.append(stream)
+        return torch.cuda.stream(stream)
+
+    def join(self) -> None:
+        """The main stream goes on after all lanes that were entered."""
+        while self._open:
+            torch.cuda.current_stream().wait_stream(self._open.pop())
+
+
 class DeviceLayer:
     """One layer's weights, put together for the device's operations."""
 
@@ -231,6 +260,7 @@ class DeviceTransformer:
         self.norm = weights["norm.weight"].to(device, ops.dtype)
         self.head = weights["head.weight"].to(device, ops.dtype).contiguous()
         self._staging = Staging(device)
+        self._lanes = Lanes(device, 2)
 
     def forward(self, batch: Batch, views: Sequence[LayerViews]) -> Tensor:
         """Advance the pages by the step's tokens; raw logits of `batch.logit_rows`, fp32 [rows, V] on the device.
@@ -295,32 +325,31 @@ class DeviceTransformer:
         c, ops, eps = self.config, self.ops, self.config.norm_eps
         x_TC = ops.linear(x_TD, layer.of_x, torch.float32)
         qr, kv = ops.norm_pair(x_TC, layer.q_norm, layer.kv_norm, eps)
-        q_TC = ops.linear(qr, layer.of_qr)
-        width = c.num_heads * 512
-        at = c.q_lora_rank + 512
-        selected = None
-        if layer.compressor is None:
-            ops.store_window(plan, kv, views.window, layer.table)
-        else:
-            assert views.entries is not None
-            assert views.entry_state is not None
-            end = at + 4 * 512 if layer.ratio == 4 else at + 2 * 512
-            ops.store_entries(
-                plan, kv, views.window, x_TC[:, at:end], layer.compressor, views.entries, views.entry_state,
-                layer.table, eps,
-            )  # fmt: skip
-            selected = Selected(plan.list128_TW, plan.count_T[128])
-            if layer.index is not None:
-                assert views.index_keys is not None
-                assert views.index_state is not None
+        rows, lanes = x_TD.shape[0], self._lanes
+        at, width = c.q_lora_rank + 512, c.num_heads * 512
+        end = at + {0: 0, 4: 4 * 512, 128: 2 * 512}[layer.ratio]
+        selected = None if layer.compressor is None else Selected(plan.list128_TW, plan.count_T[128])
+        if layer.index is not None:
+            assert views.index_keys is not None
+            assert views.index_state is not None
+            with lanes.lane(0, rows):
                 ops.store_keys(
                     plan, x_TC[:, end : end + 512], layer.index, views.index_keys, views.index_state, layer.table, eps
                 )
-                q_TJI = q_TC[:, width:].unflatten(1, (c.index_heads, 128))
-                selected = ops.choose(
-                    plan, q_TJI, x_TC[:, end + 512 :], views.index_keys, layer.table, c.index_topk
+                q_TJI = ops.linear(qr, layer.of_qr[width:]).unflatten(1, (c.index_heads, 128))
+                selected = ops.choose(plan, q_TJI, x_TC[:, end + 512 :], views.index_keys, layer.table, c.index_topk)
+        with lanes.lane(1, rows):
+            if layer.compressor is None:
+                ops.store_window(plan, kv, views.window, layer.table)
+            else:
+                assert views.entries is not None
+                assert views.entry_state is not None
+                ops.store_entries(
+                    plan, kv, views.window, x_TC[:, at:end], layer.compressor, views.entries, views.entry_state,
+                    layer.table, eps,
                 )  # fmt: skip
-        q_THK = q_TC[:, :width].unflatten(1, (c.num_heads, 512))
+        q_THK = ops.linear(qr, layer.of_qr[:width]).unflatten(1, (c.num_heads, 512))
+        lanes.join()
         o_THK = ops.attend(plan, q_THK, views.window, views.entries, selected, layer.sink, layer.table, eps)
         z = ops.linear_groups(o_THK.flatten(1).unflatten(1, (c.o_groups, -1)), layer.wo_a)
         return ops.linear(z, layer.wo_b)
