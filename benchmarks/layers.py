@@ -140,11 +140,18 @@ def median_ms(act: Callable[[], object], times: int) -> float:
 
 FEW = [
     Tile(64, 32, 128, 4, 4), Tile(64, 32, 256, 4, 3), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 4),
-    Tile(64, 16, 256, 4, 4), Tile(64, 32, 64, 4, 8), Tile(64, 64, 64, 4, 6),
+    Tile(64, 16, 256, 4, 4), Tile(64, 32, 64, 4, 8), Tile(64, 64, 64, 4, 6), Tile(64, 16, 128, 4, 8),
+    Tile(64, 16, 512, 4, 2), Tile(64, 32, 128, 4, 6),
 ]  # fmt: skip
 MANY = [Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4), Tile(256, 128, 64, 8, 3)]
-UP = [Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 8, 4), Tile(64, 128, 64, 4, 4)]
-DOWN = [Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 4, 4), Tile(64, 256, 64, 4, 4)]
+UP = [
+    Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 8, 4),
+    Tile(256, 64, 64, 8, 3),
+]  # fmt: skip
+DOWN = [
+    Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4), Tile(64, 256, 64, 4, 4),
+    Tile(64, 256, 64, 8, 4), Tile(256, 128, 64, 8, 3),
+]  # fmt: skip
 
 
 def graph_us(calls: list[Callable[[], object]]) -> float:
@@ -208,7 +215,7 @@ def tune(model: DeviceTransformer) -> dict[str, Any]:
     own, pairs = layers[0].experts, {}
     for up in UP:
         for down in DOWN:
-            if up.m == down.m and (up is UP[0] or down is DOWN[0] or up.m == 64):
+            if up.m == down.m:
                 experts.MANY_ROWS = up, down
                 pairs[up, down] = graph_us(
                     [lambda: experts.experts(x, ids, shares, own.w13, own.w2, own.limit, x.dtype)] * 2

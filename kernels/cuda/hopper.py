@@ -48,10 +48,10 @@ class TritonOps(PlainOps):
         super().__init__(dtype)
 
     def linear(self, x_TK: Tensor, w_NK: Tensor, out: torch.dtype | None = None) -> Tensor:
-        return dense.linear(x_TK, w_NK, out or self.dtype)
+        return dense.product(x_TK, w_NK, out or self.dtype)
 
     def linear_groups(self, x_TGK: Tensor, w_GNK: Tensor) -> Tensor:
-        return dense.linear_groups(x_TGK, w_GNK, self.dtype)
+        return dense.product_groups(x_TGK, w_GNK, self.dtype)
 
     def norm_pair(self, x_TC: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return rows.norm_pair(x_TC, q_weight, kv_weight, eps, self.dtype)

@@ -54,6 +54,24 @@ def test_a_product_s_bits_do_not_depend_on_its_rows(depth: int, columns: int, ou
             assert torch.equal(dense.linear(x[:size], w[:256].contiguous(), torch.float32, split=8), parts[:, :size])
 
 
+@pytest.mark.parametrize(("depth", "columns"), [(4096, 1536), (1024, 4096), (8192, 512)])
+@pytest.mark.parametrize("out", [BF16, torch.float32])
+def test_the_library_changes_no_bit(depth: int, columns: int, out: torch.dtype) -> None:
+    """Many rows in pieces, what is left over by our own kernel, strided rows, groups of columns."""
+    torch.manual_seed(depth)
+    x, w = (
+        torch.randn(9001, depth + 64, device=DEV).to(BF16)[:, :depth],
+        torch.randn(columns, depth, device=DEV).to(BF16),
+    )
+    whole = dense.linear(x, w, out)
+    for size in (1, 511, 512, 1025, 5000, 9001):
+        assert torch.equal(dense.product(x[:size], w, out), whole[:size])
+    x, w = torch.randn(3000, 2, depth, device=DEV).to(BF16), w.view(2, columns // 2, depth)
+    whole = dense.linear_groups(x, w, out)
+    for size in (1, 700, 3000):
+        assert torch.equal(dense.product_groups(x[:size], w, out), whole[:size])
+
+
 @pytest.mark.parametrize("depth", [1024, 4096])
 def test_no_tile_changes_a_bit(depth: int) -> None:
     """Every tile that is, or may be, chosen for a product gives the same bits."""
@@ -62,7 +80,7 @@ def test_no_tile_changes_a_bit(depth: int) -> None:
     want = dense.linear(x, w, torch.float32, tile=dense.Tile(64, 32, 128, 4, 4))
     for m, n, k, warps, stages in (
         (64, 32, 256, 4, 4), (64, 16, 256, 4, 4), (64, 64, 64, 4, 6), (64, 64, 128, 4, 4), (64, 32, 64, 4, 8),
-        (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3),
+        (64, 16, 128, 4, 8), (64, 16, 512, 4, 2), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3),
     ):  # fmt: skip
         assert torch.equal(dense.linear(x, w, torch.float32, tile=dense.Tile(m, n, k, warps, stages)), want)
 

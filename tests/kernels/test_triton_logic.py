@@ -54,6 +54,15 @@ def test_tiles_suffice_for_every_routing(rng: random.Random) -> None:
         assert needed <= experts.max_tiles(tokens, choices, number, block)
 
 
+def test_pieces_are_the_first_rows_in_order(rng: random.Random) -> None:
+    """Nothing twice, nothing left out that a piece could hold."""
+    for number in [0, 511, 512, 8191, 8192, 16896, *(rng.randint(1, 40000) for _ in range(50))]:
+        pieces = list(dense.pieces_of(number))
+        assert [p.start for p in pieces] == [0, *(p.stop for p in pieces)][: len(pieces)]
+        assert number - (pieces[-1].stop if pieces else 0) < dense.PIECES[-1]
+        assert all(p.stop - p.start in dense.PIECES for p in pieces)
+
+
 def test_the_split_belongs_to_the_weight() -> None:
     """It depends on a weight's shape alone, and cuts its depth into equal parts."""
     for columns in (64, 256, 512, 1536):
