@@ -34,7 +34,7 @@ from headrace.kvcache.pools import CachePools
 from headrace.kvcache.sequence import SequencePages
 from headrace.model.checkpoint import tensor_table
 from headrace.model.config import ModelConfig
-from headrace.model.device import DeviceTransformer, StepArrays
+from headrace.model.device import DeviceTransformer, Lanes, StepArrays
 from headrace.model.device_graphs import GraphedTransformer
 
 RATIOS = (0, 0, 4, 128, 4, 128, 4, 128)
@@ -299,6 +299,16 @@ def measure(
             print(
                 ops.name, f"decode {batch} x {context}", row["step_ms"], "ms", row["kernels"], "kernels", row["by_kind"]
             )
+    lanes, model._lanes = model._lanes, Lanes(torch.device("cpu"), 0)
+    graphed = GraphedTransformer(model, max_tokens=64, max_blocks=4096)
+    for context in (8192, 131072):
+        for batch in (1, 16):
+            graphed.replay(decode_step(batch, context, layout, blocks), views)
+            graph = next(reversed(graphed._captured.values())).graph
+            row = {"step_ms": round(median_ms(graph.replay, arguments.repeats), 4)}
+            rows[f"decode batch {batch} context {context}, one stream"] = row
+            print(ops.name, f"decode {batch} x {context}, one stream", row["step_ms"], "ms")
+    model._lanes = lanes
     step = decode_step(16, 8192, layout, blocks)
     result: dict[str, Any] = {"launches_a_layer": launches_a_layer(model, step, views)}
     print(ops.name, result)
