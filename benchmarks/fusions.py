@@ -109,7 +109,7 @@ def insert(pages: Tensor, slots: Tensor, data: Tensor, scales: Tensor) -> None:
     page, at = slots // 64, slots % 64
     n, stride = pages.shape[0], pages.stride(0)
     pages.as_strided((n, 64, 576), (stride, 576, 1)).index_put_((page, at), data)
-    pages.as_strided((n, 64, 8), (stride, 8, 1), pages.storage_offset() + 64 * 576).index_put_((page, at), scales)
+    pages.as_strided((n, 64, 8), (stride, 8, 1), 64 * 576).index_put_((page, at), scales)
 
 
 def turns() -> Tensor:

@@ -29,11 +29,18 @@ class Tile:
 
 
 def tile_of(rows: int, columns: int, depth: int) -> Tile:
-    """Few rows are bound by the weights' bytes: narrow tiles, so that all multiprocessors read."""
-    if depth < 128:
+    """Few rows are bound by the bytes of the weights: tiles so narrow that all multiprocessors read, if they can.
+
+    columns: of all groups.
+    """
+    if depth < 256:
         return Tile(64, 32, 32, 4, 3)
     if rows <= 64:
-        return FEW_ROWS.get((columns, depth), Tile(64, 32, 128, 4, 4))
+        if (columns, depth) in FEW_ROWS:
+            return FEW_ROWS[columns, depth]
+        if columns <= 32 * MULTIPROCESSORS:
+            return Tile(64, 16 if columns <= 16 * MULTIPROCESSORS else 32, 256, 4, 4)
+        return Tile(64, 64, 64, 4, 6)
     if rows <= 256:
         return Tile(64, 64, 128, 4, 4)
     if rows <= 1024:
@@ -41,8 +48,10 @@ def tile_of(rows: int, columns: int, depth: int) -> Tile:
     return MANY_ROWS
 
 
+MULTIPROCESSORS = 132
+"""An H200's."""
 FEW_ROWS: dict[tuple[int, int], Tile] = {}
-"""By columns and depth: V4-Flash's shapes, as measured by `benchmarks/layers.py --tune`."""
+"""By columns and depth, for who has measured better ones (`benchmarks/layers.py --tune`)."""
 MANY_ROWS = Tile(256, 128, 64, 8, 3)
 
 
@@ -164,10 +173,10 @@ def _launch(
     assert x.dtype == w.dtype
     if t == 0:
         return
-    own = tile or tile_of(t, n, k)
+    own = tile or tile_of(t, n * groups, k)
     grid = (-(-t // own.m) * -(-n // own.n), groups * split)
     triton_source.linear[grid](
-        x, w, y, t, n, k, *strides,
-        BLOCK_M=own.m, BLOCK_N=own.n, BLOCK_K=own.k, SPLIT=split, EVEN_K=k % (own.k * split) == 0, GROUP_M=8,
+        x, w, w, y, t, n, k, *strides,
+        BLOCK_M=own.m, BLOCK_N=own.n, BLOCK_K=own.k, SPLIT=split, EVEN_K=k % (own.k * split) == 0, GROUP_M=8, FP8=False,
         num_warps=own.warps, num_stages=own.stages,
     )  # fmt: skip

@@ -88,7 +88,7 @@ def route(ids_TC: Tensor, experts: int, block_m: int) -> Routing:
     return found
 
 
-MANY_ROWS = Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)
+MANY_ROWS = Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3)
 """Up, down; both cut the rows alike."""
 
 
