@@ -176,7 +176,7 @@ def _launch(
     own = tile or tile_of(t, n * groups, k)
     grid = (-(-t // own.m) * -(-n // own.n), groups * split)
     triton_source.linear[grid](
-        x, w, w, y, t, n, k, *strides,
-        BLOCK_M=own.m, BLOCK_N=own.n, BLOCK_K=own.k, SPLIT=split, EVEN_K=k % (own.k * split) == 0, GROUP_M=8, FP8=False,
+        x, w, y, t, n, k, *strides,
+        BLOCK_M=own.m, BLOCK_N=own.n, BLOCK_K=own.k, SPLIT=split, EVEN_K=k % (own.k * split) == 0, GROUP_M=8,
         num_warps=own.warps, num_stages=own.stages,
     )  # fmt: skip

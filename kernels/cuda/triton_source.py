@@ -19,22 +19,15 @@ def _round(x):
     return tl.where(x == x, near, x)  # a NaN's bits may round to a zero's
 
 
-@triton.jit
-def _shifted(codes):
-    """e4m3 codes as bf16 numbers 2^120 too small, by moving their bits; no NaN among them."""
-    bits = codes.to(tl.int16)
-    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
-
-
 # ---- products ----
 
 
 # What changes from step to step is not to be specialised for: each new kind of number would be compiled anew.
 @triton.jit(do_not_specialize=["num_rows", "y_split"])
 def linear(
-    x, w, scales, y, num_rows, num_columns, depth, x_row, x_batch, w_batch, y_row, y_batch, y_split,
+    x, w, y, num_rows, num_columns, depth, x_row, x_batch, w_batch, y_row, y_batch, y_split,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
-    GROUP_M: tl.constexpr, FP8: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     batch, split = tl.program_id(1) // SPLIT, tl.program_id(1) % SPLIT
@@ -54,18 +47,14 @@ def linear(
     a_at = x + batch.to(tl.int64) * x_batch + m.to(tl.int64)[:, None] * x_row + (begin + k)[None, :]
     b_at = w + batch.to(tl.int64) * w_batch + n.to(tl.int64)[None, :] * depth + (begin + k)[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if FP8:  # a tile lies in one row of the scales' blocks, a step in one column
-        scales += (batch * w_batch // depth + tile_n * BLOCK_N) // 128 * (depth // 128)
     for step in range(steps):
         if EVEN_K:
             a = tl.load(a_at, mask=has_m[:, None], other=0.0)
-            b = tl.load(b_at, mask=has_n[None, :], other=0)
+            b = tl.load(b_at, mask=has_n[None, :], other=0.0)
         else:
             has_k = begin + step * BLOCK_K + k < depth
             a = tl.load(a_at, mask=has_m[:, None] & has_k[None, :], other=0.0)
-            b = tl.load(b_at, mask=has_n[None, :] & has_k[:, None], other=0)
-        if FP8:
-            b = _shifted(b) * tl.load(scales + (begin + step * BLOCK_K) // 128)
+            b = tl.load(b_at, mask=has_n[None, :] & has_k[:, None], other=0.0)
         acc = tl.dot(a, b, acc)
         a_at += BLOCK_K
         b_at += BLOCK_K
