@@ -20,8 +20,6 @@ from torch import Tensor
 
 from .dense import Tile
 
-CHUNK = 512
-
 
 @dataclass(frozen=True)
 class Routing:
@@ -80,10 +78,11 @@ def route(ids_TC: Tensor, experts: int, block_m: int) -> Routing:
         return torch.empty(shape, dtype=torch.int32, device=ids_TC.device)
 
     tiles = max_tiles(t, c, experts, block_m)
+    chunk, warps = (512, 4) if t * c <= 4096 else (4096, 8)  # choices that a program looks at together
     found = Routing(empty(t * (c + 1)), empty(t, c + 1), empty(tiles), empty(tiles), empty(tiles), block_m)
     triton_source.route[(experts + 1,)](
         ids_TC, found.row_of_A, found.place_TC, found.tile_expert, found.tile_first, found.tile_end, t, experts, tiles,
-        CHOICES=c, BLOCK_M=block_m, BINS=power_of_two(experts + 2), CHUNK=CHUNK, num_warps=4,
+        CHOICES=c, BLOCK_M=block_m, BINS=power_of_two(experts + 2), CHUNK=chunk, num_warps=warps,
     )  # fmt: skip
     return found
 
