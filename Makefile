@@ -16,7 +16,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test unit process nightly simulate lint format docs bench clean distclean
+.PHONY: help setup demo test unit process nightly gpu simulate lint format docs bench clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -38,6 +38,9 @@ nightly: lint $(VENV)/.interpreter ## everything that runs without a GPU, the sl
 	HEADRACE_SIM_TRANSFERS=$${HEADRACE_SIM_TRANSFERS:-200000} \
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not multinode and not process" $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "process and not gpu and not multinode" $(ARGS)
+
+gpu: ## the tests that need a Hopper GPU, by a Python that has torch with CUDA (PYTHON=...); installs nothing
+	PYTHONPATH=.src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -p no:cacheprovider tests/gpu $(ARGS)
 
 simulate: setup ## a million simulated transfers under faults, on all cores (ARGS="--transfers N --seed N --jobs N")
 	$(BIN)/python tools/simulate.py $(ARGS)
