@@ -38,6 +38,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(v: Variant, checkpoi
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # the oracle itself is slow, and its record may have to be made
 @pytest.mark.parametrize("v", VARIANTS, ids=lambda v: v.name)
 def test_long_prompts_are_those_of_transformers(v: Variant, checkpoints: Checkpoints):
     """2,500 tokens: many times more visible entries than are selected, every page and block border crossed."""
@@ -51,6 +52,7 @@ def test_long_prompts_are_those_of_transformers(v: Variant, checkpoints: Checkpo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("v", VARIANTS, ids=lambda v: v.name)
 def test_a_long_prompt_token_by_token(v: Variant, checkpoints: Checkpoints):
     """As decoding would: one token a step from the first on."""
