@@ -1,15 +1,17 @@
 // Indexer logits over paged fp4 keys (68 bytes an entry), and exact stable top-k.
 //
 // Logits: s[t, j] = sum_h w[t, h] * relu(q[t, h] . k[j]). One warp-group takes 64 keys (a page) as the 64 rows of an fp8
-// product whose columns are the 64 heads, so the sum over heads stays inside a quad of threads. A thread copies the 16 bytes that
-// hold one key's channels 32 * quad .. + 31, exactly one scale group, into a ring that only it reads, four pages ahead, and
-// unpacks them to e4m3 by table look-up (prmt); q's channels are permuted to match when it is loaded. A key's largest group scale
-// is pulled out of the product; what a group's scale is below it, d = 0..14, is folded into the e4m3 code, exactly; d is clamped
-// at 14.
+// product whose columns are the 64 heads, so the sum over heads stays inside a quad of threads. Pages come by the copy engine into
+// a ring of four. A thread reads 16 bytes that hold one key's channels 32 * quad .. + 31, exactly one scale group, and unpacks
+// them to e4m3 by table look-up (prmt), under the product of the page before; q's channels are permuted to match when it is
+// loaded. A key's largest group scale is pulled out of the product; what a group's scale is below it, d = 0..14, is folded into
+// the e4m3 code, exactly; d is clamped at 14.
 //
-// Top-k: a block, or a cluster, a row. A floor that at least k keys reach comes from the warps' maxima. In one block those that
-// reach it are listed first. Keys are the fp32 bits made sortable; a histogram of 2048 equal parts of [floor, max] finds the
-// part that holds the k-th largest, and is repeated inside it until it is settled. Ties go to the lower index; output ascends.
+// Top-k: a block, or a cluster, a row. A floor that at least k keys reach comes from the largest keys of each lane. In one block
+// those that reach it are listed first. A histogram of equal parts of [floor, max] finds the part that holds the k-th largest, and
+// is repeated inside it, by the fp32 bits made sortable, until it is settled. Ties go to the lower index; output ascends.
+#include <cstddef>
+
 #include "hopper.cuh"
 
 using namespace hr;
@@ -49,11 +51,13 @@ __constant__ uint64_t kCodes[15] = {
     0x54504c4844403800ull, 0x4c4844403c383000ull, 0x44403c3834302800ull, 0x3c3834302c282000ull, 0x34302c2824201800ull,
     0x2c2824201c181000ull, 0x24201c1814100800ull, 0x1c1814100c080400ull, 0x14100c0806040200ull, 0x0c08060403020100ull};
 
-constexpr int kStages = 4;     // pages on their way to a block
-constexpr int kStageBytes = 128 * 40;  // of each thread: its codes of two rows (2 x 16), its rows' scales (2 x 4)
+constexpr int kStages = 4;  // pages on their way to a block
+constexpr int kPageBytes = 4352;
 constexpr int kStretch = 128;  // pages of one token whose places wait in shared memory
-// A dot product is below 128 * 448 * 384 < 2^25, so relu is the multiplication's own clamp to [0, 1] after shrinking by 2^25.
-constexpr float kShrink = 2.98023223876953125e-8f;
+constexpr int kSwitch = 2;     // so many pages' time goes by until a token's q has come
+// The keys' codes have the opposite sign. A dot product is below 128 * 448 * 384 < 2^25, so relu is the multiplication's own clamp
+// to [0, 1] after shrinking by 2^25.
+constexpr float kShrink = -2.98023223876953125e-8f;
 constexpr int kWeightStride = 20;  // floats; a quad's 16 weights, spaced so that the four quads lie in different banks
 
 __device__ __forceinline__ float4 ld_f4(uint32_t addr) {
@@ -71,12 +75,10 @@ __device__ __forceinline__ uint2 ld_u2(uint32_t addr) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(addr));
   return v;
 }
-template <int BYTES>
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
-  if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+__device__ __forceinline__ uint32_t ld_u1(uint32_t addr) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(addr));
+  return v;
 }
 
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t select) {  // __byte_perm may drop the selectors' top bits
@@ -84,159 +86,170 @@ __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t select
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(select));
   return r;
 }
-
-// Eight codes of a word become eight e4m3, in order. prmt takes a selector's lowest three bits as an index and, where the
-// fourth is set, repeats the chosen byte's sign bit, which in these tables is 0: so one look-up gives the positive values and
-// zeros, one with the fourth bits flipped the negative ones and zeros. The tables hold e4m3 codes shifted right by one, to keep
-// that bit free; their sum, doubled, is the result. The doubling is a multiplication because the other integer pipe is full.
-__device__ __forceinline__ void unpack(uint32_t x, uint4 table, uint32_t two, uint32_t& first, uint32_t& second) {
-  const uint32_t y = x ^ 0x88888888u;
-  first = prmt(table.x, table.y, x) * two + prmt(table.z, table.w, y) * two;
-  second = prmt(table.x, table.y, x >> 16) * two + prmt(table.z, table.w, y >> 16) * two;
+__device__ __forceinline__ uint32_t dot_u8s8(uint32_t a, uint32_t b, uint32_t sum) {
+  uint32_t r;
+  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
+  return r;
 }
 
-// The lowest bits of the same eight, which the shifted tables lack. Only a scale 14 steps below the key's largest has any: the
-// codes of 0.5 and 1.5 are then 1 and 3.
-__device__ __forceinline__ void add_lowest(uint32_t x, uint32_t odd, uint32_t& first, uint32_t& second) {
+// Eight codes of a word become eight e4m3 of the opposite sign, in order. prmt takes a selector's lowest three bits as an index
+// and, where the fourth is set, repeats the chosen byte's sign bit. With the fourth bits away it looks magnitudes up; with them, in
+// bytes of 0x40, it gives 0x40 for a positive code and 0 for a negative one, half of the sign bit wanted. The doubling is a
+// multiplication because the other integer pipe is full.
+__device__ __forceinline__ void unpack(uint32_t x, uint2 table, uint32_t two, uint32_t signs, uint32_t& first, uint32_t& second) {
   const uint32_t magnitude = x & 0x77777777u;
-  first |= prmt(odd, 0, magnitude);
-  second |= prmt(odd, 0, magnitude >> 16);
+  first = prmt(table.x, table.y, magnitude) + prmt(signs, signs, x) * two;
+  second = prmt(table.x, table.y, magnitude >> 16) + prmt(signs, signs, x >> 16) * two;
 }
+
+struct LogitsShared {
+  alignas(128) uint8_t ring[kStages * kPageBytes];
+  alignas(16) uint2 codes[256];
+  alignas(16) float weights[4 * kWeightStride];
+  uint64_t full[kStages], empty[kStages];
+  uint32_t places[kStretch];  // of pages, in units of 16 bytes from the pool's first
+  int32_t plan[6];            // pages of each warp's tokens; the token that the block begins with, the pages before it
+};
 
 }  // namespace
 
 __global__ void __launch_bounds__(128, 4) index_logits(const __grid_constant__ LogitsParams p) {
   __shared__ __align__(1024) uint8_t q_shared[64 * 128];
-  __shared__ uint4 codes[15];  // positive and negative codes, shifted right by one
-  __shared__ __align__(16) float w_shared[4 * kWeightStride];
-  __shared__ __align__(16) uint8_t ring[kStages * kStageBytes];
-  __shared__ uint32_t places[kStretch];  // of pages, in units of 16 bytes from the pool's first
-  const int tid = threadIdx.x, lane = tid & 31, quad = lane & 3;
-  if (tid < 15) {
-    const uint32_t lo = (uint32_t)kCodes[tid] >> 1 & 0x3f3f3f3fu, hi = (uint32_t)(kCodes[tid] >> 32) >> 1 & 0x3f3f3f3fu;
-    codes[tid] = make_uint4(lo, hi, lo | 0x40404040u, hi | 0x40404040u);
+  __shared__ LogitsShared sh;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = lane & 3;
+  const uint32_t two = p.two, signs = two * 0x20202020u;
+  const uint32_t at = __shfl_sync(~0u, smem_u32(&sh), 0);  // so that the loop does not work it out again and again
+  const uint32_t own = 0xf8u << 8 * quad;                  // -8 for the scale of the thread's own group
+  const uint32_t table_at = at + offsetof(LogitsShared, codes);
+  for (int d = tid; d < 256; d += 128) sh.codes[d] = make_uint2((uint32_t)kCodes[min(d, 14)], (uint32_t)(kCodes[min(d, 14)] >> 32));
+  auto full = [&](uint32_t stage) { return at + (uint32_t)offsetof(LogitsShared, full) + stage * 8; };
+  auto empty = [&](uint32_t stage) { return at + (uint32_t)offsetof(LogitsShared, empty) + stage * 8; };
+  if (tid == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      mbar_init(full(i), 1);
+      mbar_init(empty(i), 4);
+    }
+    fence_barrier_init();
   }
-  const uint32_t two = p.two;
   after_previous_kernel();
 
-  // The pages of all tokens, laid end to end, are dealt out evenly: this block has [next, end) of them.
+  // The pages of all tokens, laid end to end, each token's after kSwitch that stand for the time that its q takes, are dealt
+  // out evenly: this block has [next, end) of them.
   auto pages_of = [&](int t) {
     const int n = t < p.tokens ? p.lengths[t] : 0;
-    return n > p.skip ? min((n + 63) >> 6, p.max_pages) : 0;
+    return n > p.skip ? min((n + 63) >> 6, p.max_pages) + kSwitch : 0;
   };
+  const int each = (p.tokens + 127) / 128;  // tokens of a thread
+  int mine = 0;
+#pragma unroll 8
+  for (int i = 0; i < each; ++i) mine += pages_of(tid * each + i);
+  int before = mine;
+#pragma unroll
+  for (int m = 1; m < 32; m <<= 1) {
+    const int o = __shfl_up_sync(~0u, before, m);
+    if (lane >= m) before += o;
+  }
+  if (lane == 31) sh.plan[warp] = before;
+  __syncthreads();
   int total = 0;
-  for (int t = lane; t < p.tokens; t += 32) total += pages_of(t);
-  total = __reduce_add_sync(~0u, total);
+  before -= mine;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if (w == warp) before += total;
+    total += sh.plan[w];
+  }
   const int share = total / (int)gridDim.x, more = total % (int)gridDim.x, me = blockIdx.x;
   int next = share * me + min(me, more);
   const int end = next + share + (me < more);
   if (next == end) return;
-  int token = 0, base = 0;  // pages before the token's
-  for (int t0 = 0;; t0 += 32) {
-    const int mine = pages_of(t0 + lane);
-    int sum = mine;
-#pragma unroll
-    for (int m = 1; m < 32; m <<= 1) {
-      const int o = __shfl_up_sync(~0u, sum, m);
-      if (lane >= m) sum += o;
-    }
-    const uint32_t past = __ballot_sync(~0u, base + sum > next);
-    if (past) {
-      const int l = __ffs(past) - 1;
-      token = t0 + l;
-      base += __shfl_sync(~0u, sum - mine, l);
-      break;
-    }
-    base += __shfl_sync(~0u, sum, 31);
+  if (before <= next && next < before + mine) {
+    int t = tid * each;
+    for (int pages; before + (pages = pages_of(t)) <= next; ++t) before += pages;
+    sh.plan[4] = t;
+    sh.plan[5] = before;
   }
+  __syncthreads();
+  int token = sh.plan[4], base = sh.plan[5];  // pages before the token's
 
-  const int row = (tid >> 5) * 16 + (lane >> 2);
-  const uint32_t weights = smem_u32(w_shared) + quad * (kWeightStride * 4);
+  const int row = warp * 16 + (lane >> 2);
   const uint64_t q_desc = operand(smem_u32(q_shared), 16, 1024);
-  // A thread copies what it will read itself, so the ring needs no barriers: it waits for its own copies.
-  const uint8_t* my_codes = p.pages + row * 64 + quad * 16;
-  const uint8_t* my_scales = p.pages + 4096 + row * 4;
-  const uint32_t ring_codes = smem_u32(ring) + tid * 16, ring_scales = smem_u32(ring) + 4096 + tid * 8;
+  const uint32_t my_codes = at + (uint32_t)offsetof(LogitsShared, ring) + row * 64 + quad * 16;
+  const uint32_t my_scales = at + (uint32_t)offsetof(LogitsShared, ring) + 4096 + row * 4;
+  uint32_t turn = 0;  // pages before the run
 
   for (; next < end; ++token) {
     const int token_pages = pages_of(token), n = p.lengths[token];
-    int at_page = next - base;
+    int at_page = max(next - base - kSwitch, 0);
+    next = base + kSwitch + at_page;
     base += token_pages;
-    if (at_page >= token_pages) continue;
     while (next < min(end, base)) {
       const int count = min(min(end, base) - next, kStretch);
+      auto copy = [&](int i, uint32_t place) {  // page i into its stage, by one thread
+        const uint32_t stage = (turn + i) % kStages;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full(stage)), "n"(kPageBytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         at + (uint32_t)offsetof(LogitsShared, ring) + stage * kPageBytes),
+                     "l"(p.pages + ((int64_t)place << 4)), "n"(kPageBytes), "r"(full(stage))
+                     : "memory");
+      };
+      uint32_t q_words[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) q_words[i] = ((const uint32_t*)(p.q + token * p.q_stride_t))[i * 128 + tid];
       bool unknown = false;
       if (tid < count) {
         const int id = p.table[token * p.table_stride + at_page + tid];
         unknown = (uint32_t)id >= (uint64_t)p.num_pages;
-        places[tid] = unknown ? 0u : (uint32_t)(id * p.page_stride >> 4);
+        const uint32_t place = unknown ? 0u : (uint32_t)(id * p.page_stride >> 4);
+        if (tid < kStages / 2) copy(tid, place);
+        sh.places[tid] = place;
       }
-      {  // word P = s * 8 + half * 4 + quad of a row holds q's channels 32 * quad + 8 * s + 4 * half .. + 3
-        const uint32_t* src = (const uint32_t*)(p.q + token * p.q_stride_t);
-        const uint32_t dst = smem_u32(q_shared);
+      // Word P = s * 8 + half * 4 + quad of a row holds q's channels 32 * quad + 8 * s + 4 * half .. + 3.
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          int head = i * 4 + (tid >> 5), word = lane;
-          int to = ((word >> 1) & 3) * 8 + (word & 1) * 4 + (word >> 3);
-          st_shared_b32(dst + head * 128 + (((to >> 2) ^ (head & 7)) << 4) + (to & 3) * 4, src[head * 32 + word]);
-        }
+      for (int i = 0; i < 16; ++i) {
+        const int head = i * 4 + warp, to = ((lane >> 1) & 3) * 8 + (lane & 1) * 4 + (lane >> 3);
+        st_shared_b32(smem_u32(q_shared) + head * 128 + (((to >> 2) ^ (head & 7)) << 4) + (to & 3) * 4, q_words[i]);
       }
       // Head 8 * j + 2 * quad + i is weight 2 * j + i of its quad.
-      if (tid < 64) w_shared[(tid >> 1 & 3) * kWeightStride + (tid >> 3) * 2 + (tid & 1)] = p.w[token * p.w_stride_t + tid];
+      if (tid < 64) sh.weights[(tid >> 1 & 3) * kWeightStride + (tid >> 3) * 2 + (tid & 1)] = p.w[token * p.w_stride_t + tid];
       fence_async();
       unknown = __syncthreads_or(unknown);
-      const int place = row + 8 * (quad & 1) + 64 * (quad >> 1);
+      const int place = row + 8 * (quad & 1);
       float* out = p.logits + token * p.logits_stride + at_page * 64 + place;
-      const int left = min(n - at_page * 64, count * 64) - place;
+      if (tid >= kStages / 2 && tid < min(kStages, count)) copy(tid, sh.places[tid]);  // not before: q would wait behind them
+      const int limit = quad < 2 ? min(n - at_page * 64, count * 64) - place : 0;
+      const uint32_t weights = at + (uint32_t)offsetof(LogitsShared, weights) + quad * (kWeightStride * 4);
       const float4 weight[4] = {ld_f4(weights), ld_f4(weights + 16), ld_f4(weights + 32), ld_f4(weights + 48)};
 
-      auto copy = [&](int i) {  // page i into its stage; past the last page nothing
-        if (i < count) {
-          const int64_t at = (int64_t)places[i] << 4;
-          const uint32_t stage = i % kStages * kStageBytes;
-          copy_async<16>(ring_codes + stage, my_codes + at);
-          copy_async<16>(ring_codes + stage + 2048, my_codes + at + 512);
-          copy_async<4>(ring_scales + stage, my_scales + at);
-          copy_async<4>(ring_scales + stage + 4, my_scales + at + 32);
-        }
-        asm volatile("cp.async.commit_group;" ::: "memory");
-      };
-      auto multiply = [&](float(&acc)[32], int i, int& top) {
-        const uint32_t stage = i % kStages * kStageBytes;
-        asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
-        const uint4 code[2] = {ld_u4(ring_codes + stage), ld_u4(ring_codes + stage + 2048)};
-        const uint2 scale = ld_u2(ring_scales + stage);
-        uint32_t a[4][4];
-        int tops[2], d[2];
+      auto fetch = [&](uint32_t(&a)[4][4], int i, uint32_t& top) {
+        const uint32_t stage = (turn + i) % kStages, parity = (turn + i) / kStages & 1;
+        mbar_wait(full(stage), parity);
+        const uint2 scale = make_uint2(ld_u1(my_scales + stage * kPageBytes), ld_u1(my_scales + stage * kPageBytes + 32));
+        const uint4 code[2] = {ld_u4(my_codes + stage * kPageBytes), ld_u4(my_codes + stage * kPageBytes + 512)};
+        __syncwarp();
+        if (lane == 0) mbar_arrive(empty(stage));
+        uint32_t tops[2];  // a row's largest scale, in the highest byte
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const uint32_t s = h ? scale.y : scale.x;
-          const uint32_t pair = __vmaxu2(s & 0x00ff00ffu, (s >> 8) & 0x00ff00ffu);
-          tops[h] = max(pair & 0xffff, pair >> 16);
-          d[h] = min(tops[h] - (int)prmt(s, 0, 0x4440u | quad), 14);
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
+          const uint32_t pair = __vmaxu2(s, s << 8);  // each half's upper byte is the larger of its two
+          tops[h] = max(pair, pair << 16);
+          const uint32_t at = dot_u8s8(s, own, dot_u8s8(tops[h], 8u << 24, table_at));  // 8 bytes for each step below it
           const uint32_t x[4] = {code[h].x, code[h].y, code[h].z, code[h].w};
-          const uint4 t = codes[d[h]];
+          const uint2 t = ld_u2(at);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) unpack(x[i], t, two, a[i][h], a[i][2 + h]);
-        }
-        if (__any_sync(~0u, max(d[0], d[1]) == 14)) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const uint32_t x[4] = {code[h].x, code[h].y, code[h].z, code[h].w};
-            const uint32_t odd = d[h] == 14 ? 0x01000100u : 0u;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) add_lowest(x[i], odd, a[i][h], a[i][2 + h]);
-          }
+          for (int i = 0; i < 4; ++i) unpack(x[i], t, two, signs, a[i][h], a[i][2 + h]);
         }
         top = (quad & 1) ? tops[1] : tops[0];
+        if (i + kStages < count && tid == (i & 3) * 32) {
+          mbar_wait(empty(stage), parity);
+          copy(i + kStages, sh.places[i + kStages]);
+        }
+      };
+      auto multiply = [&](float(&acc)[32], uint32_t(&a)[4][4]) {
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) wgmma_fp8_rs(acc, a[k], q_desc + 2 * k, k != 0);
         wgmma_commit();
-        copy(i + kStages);  // what lay there is unpacked
       };
       auto sum_of = [&](float(&acc)[32]) {  // over the thread's 16 heads, of either row
         float sum[2][2] = {};
@@ -253,31 +266,42 @@ __global__ void __launch_bounds__(128, 4) index_logits(const __grid_constant__ L
         }
         return make_float2(sum[0][0] + sum[0][1], sum[1][0] + sum[1][1]);
       };
-      // Lane `quad` of a quad ends row + 8 * (quad & 1) of the page i (quad < 2) or i + 1.
-      auto give = [&](float2 even, int top_even, float2 odd, int top_odd, int i) {
-        const bool later = quad & 2, lower = quad & 1;
-        const float x = (later ? odd.x : even.x) + __shfl_xor_sync(~0u, later ? even.x : odd.x, 2);
-        const float y = (later ? odd.y : even.y) + __shfl_xor_sync(~0u, later ? even.y : odd.y, 2);
-        float v = (lower ? y : x) + __shfl_xor_sync(~0u, lower ? x : y, 1);
-        const int top = later ? top_odd : top_even;
-        // 2^(top - 127 - 6) / kShrink, in two steps since 2^(top - 127) may be below the smallest normal number.
-        v *= 524288.0f * (top ? __uint_as_float((uint32_t)top << 23) : 5.877471754111438e-39f);
-        if (i * 64 < left) out[i * 64] = v;
+      auto ready = [&](float(&acc)[32]) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+      };
+      auto give = [&](float2 sum, uint32_t top, int i) {
+        // Lanes 1 and 3 of a quad end with the lower row's sum.
+        float v = (quad & 1 ? sum.y : sum.x) + __shfl_xor_sync(~0u, quad & 1 ? sum.x : sum.y, 1);
+        v += __shfl_xor_sync(~0u, v, 2);
+        v *= __uint_as_float(min((top >> 24) + 19, 255u) << 23);  // 2^(top - 127 - 6) / |kShrink|, or infinity
+        if (i * 64 < limit) out[i * 64] = v;
       };
 
+      // A page is unpacked under the product of the one before. After the last, what was unpacked is multiplied once more, for
+      // nothing: a product in a branch would make the compiler wait after each.
       float acc[32];
-      int top_even, top_odd;
-#pragma unroll
-      for (int i = 0; i < kStages; ++i) copy(i);
+      uint32_t a[2][4][4], top[2];
+      fetch(a[0], 0, top[0]);
+      multiply(acc, a[0]);
+      if (1 < count) fetch(a[1], 1, top[1]);
 #pragma unroll 1
-      for (int i = 0; i < count; i += 2) {  // past the last page it multiplies once more, for nothing
-        multiply(acc, i, top_even);
-        wgmma_wait<0>();
+      for (int i = 0;; i += 2) {
+        ready(acc);
         const float2 even = sum_of(acc);
-        multiply(acc, i + 1, top_odd);
-        wgmma_wait<0>();
-        give(even, top_even, sum_of(acc), top_odd, i);
+        multiply(acc, a[1]);
+        give(even, top[0], i);
+        if (i + 1 == count) break;
+        if (i + 2 < count) fetch(a[0], i + 2, top[0]);
+        ready(acc);
+        const float2 odd = sum_of(acc);
+        multiply(acc, a[0]);
+        give(odd, top[1], i + 1);
+        if (i + 2 == count) break;
+        if (i + 3 < count) fetch(a[1], i + 3, top[1]);
       }
+      wgmma_wait<0>();
       __syncthreads();  // q and the places are about to be replaced, and what follows writes over what others wrote
       if (unknown)
         for (int i = tid >> 6; i < count; i += 2) {
@@ -286,6 +310,7 @@ __global__ void __launch_bounds__(128, 4) index_logits(const __grid_constant__ L
           if (id >= (uint64_t)p.num_pages && at < n) p.logits[token * p.logits_stride + at] = -INFINITY;
         }
       next += count;
+      turn += count;
       at_page += count;
     }
   }
@@ -296,7 +321,7 @@ namespace {
 constexpr int kBins = 2048, kThreads = 1024;
 
 // What is no number counts as the least, so that a row of n keys has n of them: a search for the k-th would not end otherwise.
-__device__ __forceinline__ float number(float v) { return v == v ? v : -INFINITY; }
+__device__ __forceinline__ float number(float v) { return fmaxf(v, -INFINITY); }
 
 __device__ __forceinline__ uint32_t sortable(float v) {
   uint32_t b = __float_as_uint(number(v) + 0.0f);  // -0 becomes 0: they tie
@@ -327,7 +352,7 @@ __device__ __forceinline__ uint32_t suffix_sum(uint32_t v, uint32_t* scratch) {
 
 }  // namespace
 
-constexpr int kCandidates = 1024, kListed = 4096;
+constexpr int kCandidates = 1024;
 
 struct TopkShared {
   uint32_t bins[kBins];
@@ -338,19 +363,10 @@ struct TopkShared {
 };
 
 // A word of the shared memory of block r of the cluster.
-template <int SIZE>
 __device__ __forceinline__ uint32_t peer(const uint32_t* at, int r) {
-  if constexpr (SIZE == 1) return *at;
   uint32_t v;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(map_rank(smem_u32(at), r)));
   return v;
-}
-template <int SIZE>
-__device__ __forceinline__ void sync() {
-  if constexpr (SIZE == 1)
-    __syncthreads();
-  else
-    cluster_sync();
 }
 
 // Writes the slots of the k largest keys. key: a thread's, in order of place, threads and blocks likewise; 0 is no key. Those
@@ -374,12 +390,12 @@ __device__ __forceinline__ void choose(const TopkParams& p, TopkShared& sh, cons
 #pragma unroll
     for (int r = 0; r < KEYS; ++r)
       if (key[r] >= lo && key[r] <= hi) atomicAdd(&sh.bins[part(key[r])], 1u);
-    sync<SIZE>();
+    cluster_sync();
     uint32_t b0 = 0, b1 = 0;
 #pragma unroll
     for (int r = 0; r < SIZE; ++r) {
-      b0 += peer<SIZE>(&sh.bins[2 * tid], r);
-      b1 += peer<SIZE>(&sh.bins[2 * tid + 1], r);
+      b0 += peer(&sh.bins[2 * tid], r);
+      b1 += peer(&sh.bins[2 * tid + 1], r);
     }
     const uint32_t after = suffix_sum(b0 + b1, sh.scratch);  // keys in the parts beyond this thread's
     if (after < want && after + b0 + b1 >= want) {
@@ -388,7 +404,7 @@ __device__ __forceinline__ void choose(const TopkParams& p, TopkShared& sh, cons
       sh.found[1] = upper ? after : after + b1;
       sh.found[2] = upper ? b1 : b0;
     }
-    sync<SIZE>();
+    cluster_sync();
     bin = sh.found[0];
     inside = sh.found[2];
     if (inside <= kCandidates) {
@@ -417,14 +433,14 @@ __device__ __forceinline__ void choose(const TopkParams& p, TopkShared& sh, cons
     }
     sh.bins[tid] = 0;
     sh.bins[tid + kThreads] = 0;
-    sync<SIZE>();
+    cluster_sync();
     lo = ~0u;
     hi = 0;
     for (int r = 0; r < SIZE; ++r) {
-      lo = min(lo, peer<SIZE>(&sh.minimum, r));
-      hi = max(hi, peer<SIZE>(&sh.maximum, r));
+      lo = min(lo, peer(&sh.minimum, r));
+      hi = max(hi, peer(&sh.maximum, r));
     }
-    sync<SIZE>();
+    cluster_sync();
     by_value = false;
     if (lo == hi) {  // all equal: the first `want` of them by place
       shift = 0;
@@ -446,21 +462,20 @@ __device__ __forceinline__ void choose(const TopkParams& p, TopkShared& sh, cons
         sh.candidate_key[at] = key[r];
         sh.candidate_place[at] = place(r);
       }
-    sync<SIZE>();
-    if constexpr (SIZE > 1) {  // every block takes all the others' after its own
-      uint32_t own = sh.num_candidates, to = own;
-      for (int r = 0; r < SIZE; ++r) {
-        if (r == rank) continue;
-        const uint32_t num = peer<SIZE>(&sh.num_candidates, r);
-        // The other's own entries are its first `num`; what it appends lies beyond them.
-        if (tid < num) {
-          sh.candidate_key[to + tid] = peer<SIZE>(&sh.candidate_key[tid], r);
-          sh.candidate_place[to + tid] = (int32_t)peer<SIZE>((const uint32_t*)&sh.candidate_place[tid], r);
-        }
-        to += num;
+    cluster_sync();
+    // Every block takes all the others' after its own.
+    uint32_t own = sh.num_candidates, to = own;
+    for (int r = 0; r < SIZE; ++r) {
+      if (r == rank) continue;
+      const uint32_t num = peer(&sh.num_candidates, r);
+      // The other's own entries are its first `num`; what it appends lies beyond them.
+      if (tid < num) {
+        sh.candidate_key[to + tid] = peer(&sh.candidate_key[tid], r);
+        sh.candidate_place[to + tid] = (int32_t)peer((const uint32_t*)&sh.candidate_place[tid], r);
       }
-      sync<SIZE>();
+      to += num;
     }
+    cluster_sync();
     for (uint32_t i = warp; i < inside; i += 32) {
       const uint32_t k = sh.candidate_key[i];
       const int32_t at = sh.candidate_place[i];
@@ -501,16 +516,14 @@ __device__ __forceinline__ void choose(const TopkParams& p, TopkShared& sh, cons
   __syncthreads();
   over_before += __reduce_add_sync(~0u, lane < warp ? sh.bins[lane] : 0) - over;
   same_before += __reduce_add_sync(~0u, lane < warp ? sh.bins[32 + lane] : 0) - same;
-  if constexpr (SIZE > 1) {
-    if (tid == kThreads - 1) {
-      sh.count = over_before + over;
-      sh.chosen = same_before + same;
-    }
-    sync<SIZE>();
-    for (int r = 0; r < rank; ++r) {
-      over_before += peer<SIZE>(&sh.count, r);
-      same_before += peer<SIZE>(&sh.chosen, r);
-    }
+  if (tid == kThreads - 1) {
+    sh.count = over_before + over;
+    sh.chosen = same_before + same;
+  }
+  cluster_sync();
+  for (int r = 0; r < rank; ++r) {
+    over_before += peer(&sh.count, r);
+    same_before += peer(&sh.chosen, r);
   }
   if (over + same) {
 #pragma unroll
@@ -522,31 +535,45 @@ __device__ __forceinline__ void choose(const TopkParams& p, TopkShared& sh, cons
       same_before += is_same;
     }
   }
-  if constexpr (SIZE > 1) cluster_sync();  // nobody leaves while another still reads
+  cluster_sync();  // nobody leaves while another still reads
 }
+
+// A row of logits, and where its chosen places go.
+struct TopkRow {
+  const float* logits;
+  const int32_t* table;
+  int32_t* out;
+  int32_t n;
+  __device__ TopkRow(const TopkParams& p, int token)
+      : logits(p.logits + token * p.logits_stride),
+        table(p.table ? p.table + token * p.table_stride : nullptr),
+        out(p.out + token * p.out_stride),
+        n(p.lengths[token]) {}
+  __device__ int32_t slot(int place) const { return table ? table[place >> 6] * 64 + (place & 63) : place; }
+  // Gives out how many there will be and, if the row has no more than k, all of them. Of several blocks one writes.
+  __device__ bool all(const TopkParams& p, int token, bool writes) const {
+    if (writes && threadIdx.x == 0 && p.out_lengths) p.out_lengths[token] = min(max(n, 0), p.k);
+    if (n > p.k) return false;
+    if (writes)
+      for (int i = threadIdx.x; i < p.k; i += blockDim.x) out[i] = i < n ? slot(i) : -1;
+    return true;
+  }
+};
 
 // SIZE blocks (a cluster) share a row; each keeps up to KEYS keys a thread in registers. Neither changes the result.
 template <int KEYS, int SIZE>
-__global__ void __launch_bounds__(kThreads, 1) top_k(const __grid_constant__ TopkParams p) {
+__global__ void __launch_bounds__(kThreads, 1) top_k_cluster(const __grid_constant__ TopkParams p) {
   __shared__ TopkShared sh;
-  const int rank = SIZE == 1 ? 0 : blockIdx.x, token = blockIdx.y;
+  const int rank = blockIdx.x, token = blockIdx.y;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   after_previous_kernel();
-  const int n = p.lengths[token];
-  const float* row = p.logits + token * p.logits_stride;
-  int32_t* out = p.out + token * p.out_stride;
-  const int32_t* table = p.table ? p.table + token * p.table_stride : nullptr;
-  auto slot = [&](int i) { return table ? table[i >> 6] * 64 + (i & 63) : i; };
-  if (rank == 0 && tid == 0 && p.out_lengths) p.out_lengths[token] = min(max(n, 0), p.k);
-  if (n <= p.k) {
-    if (rank == 0)
-      for (int i = tid; i < p.k; i += kThreads) out[i] = i < n ? slot(i) : -1;
-    return;
-  }
+  const TopkRow row(p, token);
+  if (row.all(p, token, rank == 0)) return;
+  const int n = row.n;
   // A thread owns `per` neighbouring places, so that counting by thread is counting by place.
   const int per = ((n + kThreads * SIZE - 1) / (kThreads * SIZE) + 3) & ~3;
   const int start = (rank * kThreads + tid) * per;
-  const bool aligned = ((uintptr_t)row & 15) == 0;
+  const bool aligned = ((uintptr_t)row.logits & 15) == 0;
   uint32_t key[KEYS];  // 0 lies below every number: it stands for no key, and is never counted nor chosen
 #pragma unroll
   for (int r = 0; r < KEYS; r += 4) {
@@ -554,7 +581,7 @@ __global__ void __launch_bounds__(kThreads, 1) top_k(const __grid_constant__ Top
     const int i = start + r;
     if (r < per && i < n) {
       if (aligned && i + 3 < n) {
-        const float4 v = *(const float4*)(row + i);
+        const float4 v = *(const float4*)(row.logits + i);
         key[r] = sortable(v.x);
         key[r + 1] = sortable(v.y);
         key[r + 2] = sortable(v.z);
@@ -562,7 +589,7 @@ __global__ void __launch_bounds__(kThreads, 1) top_k(const __grid_constant__ Top
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          if (i + j < n) key[r + j] = sortable(row[i + j]);
+          if (i + j < n) key[r + j] = sortable(row.logits[i + j]);
       }
     }
   }
@@ -599,172 +626,283 @@ __global__ void __launch_bounds__(kThreads, 1) top_k(const __grid_constant__ Top
     const uint32_t floor = __reduce_max_sync(~0u, rank_of == (p.k + 31) / 32 - 1 ? mine : 0u);
     if (lane == 0) sh.floor = floor;
   }
-  if constexpr (SIZE > 1) {
-    if (tid == 0) {
-      sh.minimum = lo;
-      sh.maximum = hi;
-    }
-    sync<SIZE>();
-    uint32_t least_key = ~0u, floor = 0;
-    for (int r = 0; r < SIZE; ++r) {
-      least_key = min(least_key, peer<SIZE>(&sh.minimum, r));
-      floor = max(floor, peer<SIZE>(&sh.floor, r));
-      hi = max(hi, peer<SIZE>(&sh.maximum, r));
-    }
-    lo = max(least_key, floor);
-  } else {
-    __syncthreads();
-    lo = max(lo, sh.floor);
+  if (tid == 0) {
+    sh.minimum = lo;
+    sh.maximum = hi;
   }
+  cluster_sync();
+  uint32_t least_key = ~0u, floor = 0;
+  for (int r = 0; r < SIZE; ++r) {
+    least_key = min(least_key, peer(&sh.minimum, r));
+    floor = max(floor, peer(&sh.floor, r));
+    hi = max(hi, peer(&sh.maximum, r));
+  }
+  lo = max(least_key, floor);
 
-  choose<KEYS, SIZE>(p, sh, key, lo, hi, rank, out, [&](int r) { return start + r; }, slot);
+  choose<KEYS, SIZE>(
+      p, sh, key, lo, hi, rank, row.out, [&](int r) { return start + r; }, [&](int place) { return row.slot(place); });
 }
 
-// One block a row. Few keys reach the floor: they are listed first, in order, and only the list is counted and chosen from.
-template <int KEYS>
-__global__ void __launch_bounds__(kThreads, 1) top_k_listed(const __grid_constant__ TopkParams p) {
-  __shared__ TopkShared sh;
-  __shared__ uint32_t list_key[kListed];
-  __shared__ uint16_t list_place[kListed];
-  static_assert(KEYS * kThreads <= 65536);
-  const int token = blockIdx.y, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  sh.bins[tid] = 0;
-  sh.bins[tid + kThreads] = 0;
-  if (tid == 0) sh.num_candidates = 0;
-  after_previous_kernel();
-  const int n = p.lengths[token];
-  const float* row = p.logits + token * p.logits_stride;
-  int32_t* out = p.out + token * p.out_stride;
-  const int32_t* table = p.table ? p.table + token * p.table_stride : nullptr;
-  auto slot = [&](int i) { return table ? table[i >> 6] * 64 + (i & 63) : i; };
-  if (tid == 0 && p.out_lengths) p.out_lengths[token] = min(max(n, 0), p.k);
-  if (n <= p.k) {
-    for (int i = tid; i < p.k; i += kThreads) out[i] = i < n ? slot(i) : -1;
-    return;
-  }
-  const int per = ((n + kThreads - 1) / kThreads + 3) & ~3, start = tid * per;
-  const bool aligned = ((uintptr_t)row & 15) == 0;
-  float v[KEYS];  // NaN: no key
-  float most = __int_as_float(0x7fffffff);
+constexpr int kParts = 1024, kListed = 4096, kFew = 128;
+
+// The r-th largest of the warp's values, r = 1..32, and the largest.
+__device__ __forceinline__ void warp_rank(uint32_t x, int r, uint32_t& of_rank, uint32_t& largest) {
+  const int lane = threadIdx.x & 31;
 #pragma unroll
-  for (int r = 0; r < KEYS; r += 4) {
-    v[r] = v[r + 1] = v[r + 2] = v[r + 3] = __int_as_float(0x7fffffff);
-    const int i = start + r;
-    if (r < per && i < n) {
-      if (aligned && i + 3 < n) {
-        const float4 x = *(const float4*)(row + i);
-        v[r] = number(x.x);
-        v[r + 1] = number(x.y);
-        v[r + 2] = number(x.z);
-        v[r + 3] = number(x.w);
-      } else {
+  for (int size = 2; size <= 32; size <<= 1)
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-          if (i + j < n) v[r + j] = number(row[i + j]);
-      }
+    for (int m = size >> 1; m; m >>= 1) {
+      const uint32_t o = __shfl_xor_sync(~0u, x, m);
+      const bool second = (lane & m) != 0, rising = size < 32 && (lane & size) != 0;
+      x = second == rising ? max(x, o) : min(x, o);
     }
-  }
-#pragma unroll
-  for (int r = 0; r < KEYS; ++r) most = fmaxf(most, v[r]);
-  // Each lane of a warp has a key at least as large as the least of the lanes' largest, so a warp has 32 of them: with k / 32
-  // warps there are k, and the k / 32-th largest of the warps' values is a floor below which nothing needs to be counted.
-  uint32_t hi = start < n ? sortable(most) : 0u;
-  const uint32_t warp_floor = __reduce_min_sync(~0u, hi);
-  hi = __reduce_max_sync(~0u, hi);
-  if (lane == 0) {
-    sh.candidate_key[warp] = hi;
-    sh.candidate_key[32 + warp] = warp_floor;
-  }
-  __syncthreads();
-  hi = __reduce_max_sync(~0u, sh.candidate_key[lane]);
-  uint32_t lo;
-  {
-    const uint32_t mine = sh.candidate_key[32 + lane];
-    int rank_of = 0;
-#pragma unroll
-    for (int r = 0; r < 32; r += 4) {
-      const uint4 other = *(const uint4*)(sh.candidate_key + 32 + r);
-      rank_of += other.x > mine || (other.x == mine && r < lane);
-      rank_of += other.y > mine || (other.y == mine && r + 1 < lane);
-      rank_of += other.z > mine || (other.z == mine && r + 2 < lane);
-      rank_of += other.w > mine || (other.w == mine && r + 3 < lane);
-    }
-    lo = __reduce_max_sync(~0u, rank_of == (p.k + 31) / 32 - 1 ? mine : 0u);  // 0: there are not so many full warps
-  }
-  if (lo == 0) {  // the least key, for want of a floor
-    uint32_t least = ~0u;
-#pragma unroll
-    for (int r = 0; r < KEYS; ++r)
-      if (v[r] == v[r]) least = min(least, sortable(v[r]));
-    least = __reduce_min_sync(~0u, least);
-    if (lane == 0) sh.candidate_key[64 + warp] = least;
-    __syncthreads();
-    lo = __reduce_min_sync(~0u, sh.candidate_key[64 + lane]);
-  }
-  const float floor = unsort(lo);
-  uint32_t count = 0;
-#pragma unroll
-  for (int r = 0; r < KEYS; ++r) count += v[r] >= floor;
-  uint32_t before = count;
+  of_rank = __shfl_sync(~0u, x, r - 1);
+  largest = __shfl_sync(~0u, x, 0);
+}
+
+// The sum over the threads before this one; all threads of the block call it.
+template <int THREADS>
+__device__ __forceinline__ uint32_t prefix_sum(uint32_t x, uint32_t* warps) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  uint32_t sum = x;
 #pragma unroll
   for (int m = 1; m < 32; m <<= 1) {
-    const uint32_t x = __shfl_up_sync(~0u, before, m);
-    if (lane >= m) before += x;
+    const uint32_t o = __shfl_up_sync(~0u, sum, m);
+    if (lane >= m) sum += o;
   }
-  if (lane == 31) sh.scratch[warp] = before;
+  if (lane == 31) warps[warp] = sum;
   __syncthreads();
-  const uint32_t of_warp = sh.scratch[lane], total = __reduce_add_sync(~0u, of_warp);
-  before += __reduce_add_sync(~0u, lane < warp ? of_warp : 0u) - count;
-  if (total <= kListed) {
-#pragma unroll
-    for (int r = 0; r < KEYS; ++r)
-      if (v[r] >= floor) {
-        list_key[before] = sortable(v[r]);
-        list_place[before++] = (uint16_t)(start + r);
-      }
-    __syncthreads();
-    const int few = (total + kThreads - 1) / kThreads, first = tid * few;
-    uint32_t key[4];
-    int32_t places[4];
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const bool is = r < few && first + r < (int)total;
-      key[r] = is ? list_key[first + r] : 0u;
-      places[r] = is ? list_place[first + r] : 0;
-    }
-    choose<4, 1>(p, sh, key, lo, hi, 0, out, [&](int r) { return places[r]; }, slot);
-    return;
-  }
-  uint32_t key[KEYS];
-#pragma unroll
-  for (int r = 0; r < KEYS; ++r) key[r] = v[r] == v[r] ? sortable(v[r]) : 0u;
-  choose<KEYS, 1>(p, sh, key, lo, hi, 0, out, [&](int r) { return start + r; }, slot);
+  return sum - x + __reduce_add_sync(~0u, lane < warp ? warps[lane] : 0u);
 }
 
-template <int KEYS, int SIZE>
-static cudaError_t launch_top_k(const TopkParams& p, cudaStream_t stream) {
+// One block a row of up to KEYS * THREADS keys. From 512 threads on, a floor that at least k keys reach leaves few to look at.
+template <int KEYS, int THREADS>
+__global__ void __launch_bounds__(THREADS, 1) top_k_row(const __grid_constant__ TopkParams p) {
+  constexpr bool kFloor = THREADS >= 512;
+  constexpr int kWarps = THREADS / 32, kWords = KEYS * THREADS / 32, kEach = kParts / THREADS, kPages = KEYS * THREADS / 64;
+  __shared__ uint32_t parts[kParts], chosen[kWords], same[kWords];  // keys in each part; a bit for each place
+  __shared__ uint32_t most_of[kWarps], least_of[kWarps], sums[3][kWarps], found[3], num_candidates;
+  __shared__ uint32_t candidate_key[kFew], candidate_place[kFew];
+  __shared__ uint2 list[kFloor ? kListed : 1];  // bits and place of the keys that reach the floor, in any order
+  __shared__ uint32_t listed;
+  __shared__ int32_t pages[kPages];
+  const int token = blockIdx.x, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  for (int i = tid; i < kParts; i += THREADS) parts[i] = 0;
+  if (tid < kWords) chosen[tid] = same[tid] = 0;
+  if (tid == 0) num_candidates = listed = 0;
+  after_previous_kernel();
+  const TopkRow row(p, token);
+  if (row.all(p, token, true)) return;
+
+  auto place = [&](int r) { return (r & ~3) * THREADS + tid * 4 + (r & 3); };
+  const bool aligned = ((uintptr_t)row.logits & 15) == 0;
+  float v[KEYS];  // NaN: no key
+#pragma unroll
+  for (int r = 0; r < KEYS; r += 4) {
+    const int i = place(r);
+    if (aligned && i + 3 < row.n) {
+      const float4 x = *(const float4*)(row.logits + i);
+      v[r] = number(x.x);
+      v[r + 1] = number(x.y);
+      v[r + 2] = number(x.z);
+      v[r + 3] = number(x.w);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[r + j] = i + j < row.n ? number(row.logits[i + j]) : __int_as_float(0x7fffffff);
+    }
+  }
+  if (tid < kPages && tid * 64 < row.n) pages[tid] = row.table ? row.table[tid] : tid;
+  // A warp has one set of values, or two: the largest of each lane's keys, or of its even and of its odd ones. `rank` keys reach
+  // the rank-th largest of a set, so k keys reach the least of these over all sets. It is 0 where lanes have no key.
+  uint32_t lo = 0, hi = 0;
+  if constexpr (kFloor) {
+    float most[2] = {v[0], v[1]};
+#pragma unroll
+    for (int r = 0; r < KEYS; ++r) most[r & 1] = fmaxf(most[r & 1], v[r]);
+    const bool two = p.k > 16 * kWarps;
+    const int rank = (p.k + (two ? 2 : 1) * kWarps - 1) / ((two ? 2 : 1) * kWarps);
+    if (!two) most[0] = fmaxf(most[0], most[1]);
+    if (rank <= 32) {
+      warp_rank(most[0] == most[0] ? sortable(most[0]) : 0u, rank, lo, hi);
+      if (two) {
+        uint32_t lo_2, hi_2;
+        warp_rank(most[1] == most[1] ? sortable(most[1]) : 0u, rank, lo_2, hi_2);
+        lo = min(lo, lo_2);
+        hi = max(hi, hi_2);
+      }
+    }
+  }
+  auto over_block = [&] {
+    if (lane == 0) {
+      least_of[warp] = lo;
+      most_of[warp] = hi;
+    }
+    __syncthreads();
+    lo = __reduce_min_sync(~0u, lane < kWarps ? least_of[lane] : ~0u);
+    hi = __reduce_max_sync(~0u, lane < kWarps ? most_of[lane] : 0u);
+  };
+  if constexpr (kFloor) over_block();
+  if (lo == 0) {  // for want of a floor, the least
+    uint32_t least = ~0u, most = 0;
+#pragma unroll
+    for (int r = 0; r < KEYS; ++r)
+      if (v[r] == v[r]) {
+        least = min(least, sortable(v[r]));
+        most = max(most, sortable(v[r]));
+      }
+    lo = __reduce_min_sync(~0u, least);
+    hi = __reduce_max_sync(~0u, most);
+    if constexpr (kFloor) __syncthreads();
+    over_block();
+  }
+  float least = unsort(lo), greatest = unsort(hi);
+  if constexpr (kFloor) {
+    uint32_t reach = 0;
+#pragma unroll
+    for (int r = 0; r < KEYS; ++r) reach += v[r] >= least;
+    uint32_t at = reach, base = 0;
+#pragma unroll
+    for (int m = 1; m < 32; m <<= 1) {
+      const uint32_t o = __shfl_up_sync(~0u, at, m);
+      if (lane >= m) at += o;
+    }
+    if (lane == 31) base = atomicAdd(&listed, at);
+    at += __shfl_sync(~0u, base, 31) - reach;
+#pragma unroll
+    for (int r = 0; r < KEYS; ++r)
+      if (v[r] >= least && at < kListed) list[at++] = make_uint2(__float_as_uint(v[r]), place(r));
+    __syncthreads();
+  }
+  const uint32_t in_list = listed;
+  auto each = [&](auto&& f) {  // of the keys from least to greatest
+    auto g = [&](float x, int at) {
+      if (x >= least && x <= greatest) f(x, at);
+    };
+    if (kFloor && in_list <= kListed) {
+      for (uint32_t i = tid; i < in_list; i += THREADS) g(__uint_as_float(list[i].x), list[i].y);
+    } else if constexpr (kFloor) {
+      for (int i = tid; i < row.n; i += THREADS) g(number(row.logits[i]), i);
+    } else {
+#pragma unroll
+      for (int r = 0; r < KEYS; ++r) g(v[r], place(r));
+    }
+  };
+  auto mark = [&](uint32_t* bits, int at) { atomicOr(bits + (at >> 5), 1u << (at & 31)); };
+
+  // First cut: parts of [least, greatest], equal in value, so that an ordinary row fills them evenly. Rounding is monotonic, hence
+  // so is the part. If the range is not finite, or empty, or too many fall into one part, the bits between its members are cut.
+  const float steps = (kParts - 0.5f) / (greatest - least);
+  bool by_value = greatest - least < 3e38f && steps < 3e38f;
+  uint32_t want = p.k, inside;
+  int shift = max(0, 22 - __clz(hi - lo));  // (hi - lo) >> shift < 1024
+  auto part = [&](float x) -> uint32_t { return by_value ? (uint32_t)((x - least) * steps) : (sortable(x) - lo) >> shift; };
+  while (true) {
+    each([&](float x, int) { atomicAdd(&parts[part(x)], 1u); });
+    __syncthreads();
+    uint32_t own[kEach], sum = 0;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) sum += own[e] = parts[tid * kEach + e];
+    const uint32_t of_warp = __reduce_add_sync(~0u, sum);
+    if (lane == 0) sums[0][warp] = of_warp;
+    __syncthreads();
+    uint32_t beyond = __reduce_add_sync(~0u, lane > warp && lane < kWarps ? sums[0][lane] : 0u);
+    if (beyond < want && beyond + of_warp >= want) {
+      uint32_t suffix = sum;
+#pragma unroll
+      for (int m = 1; m < 32; m <<= 1) {
+        const uint32_t o = __shfl_down_sync(~0u, suffix, m);
+        if (lane + m < 32) suffix += o;
+      }
+      beyond += suffix - sum;
+#pragma unroll
+      for (int e = kEach - 1; e >= 0; --e) {
+        if (beyond < want && beyond + own[e] >= want) {
+          found[0] = tid * kEach + e;
+          found[1] = beyond;
+          found[2] = own[e];
+        }
+        beyond += own[e];
+      }
+    }
+    __syncthreads();
+    const uint32_t last = found[0];
+    inside = found[2];
+    want -= found[1];
+    uint32_t low = ~0u, high = 0;
+    each([&](float x, int at) {
+      const uint32_t in = part(x);
+      if (in > last) mark(chosen, at);
+      if (in != last) return;
+      if (inside <= kFew) {
+        const uint32_t i = atomicAdd(&num_candidates, 1u);
+        candidate_key[i] = sortable(x);
+        candidate_place[i] = at;
+      }
+      low = min(low, sortable(x));
+      high = max(high, sortable(x));
+    });
+    if (inside <= kFew) break;
+    lo = __reduce_min_sync(~0u, low);
+    hi = __reduce_max_sync(~0u, high);
+    for (int i = tid; i < kParts; i += THREADS) parts[i] = 0;
+    over_block();
+    least = unsort(lo);
+    greatest = unsort(hi);
+    if (lo == hi) break;
+    by_value = false;
+    shift = max(0, 22 - __clz(hi - lo));
+  }
+  if (inside <= kFew) {  // ranked one against another
+    __syncthreads();
+    if (tid < inside) {
+      const uint32_t key = candidate_key[tid], at = candidate_place[tid];
+      uint32_t better = 0;
+      for (uint32_t i = 0; i < inside; ++i)
+        better += candidate_key[i] > key || (candidate_key[i] == key && candidate_place[i] < at);
+      if (better < want) mark(chosen, at);
+    }
+  } else {  // all equal: the first `want` by place
+    each([&](float, int at) { mark(same, at); });
+    __syncthreads();
+    uint32_t bits = tid < kWords ? same[tid] : 0u;
+    const uint32_t before = prefix_sum<THREADS>(__popc(bits), sums[1]);
+    while (bits && before + __popc(bits) > want) bits &= ~(0x80000000u >> __clz(bits));
+    if (bits) chosen[tid] |= bits;
+  }
+  __syncthreads();
+  uint32_t bits = tid < kWords ? chosen[tid] : 0u;
+  uint32_t at = prefix_sum<THREADS>(__popc(bits), sums[2]);
+  for (; bits; bits &= bits - 1) row.out[at++] = pages[tid >> 1] * 64 + (tid & 1) * 32 + __ffs(bits) - 1;
+}
+
+template <class Params>
+static cudaError_t launch(void (*kernel)(Params), const TopkParams& p, dim3 grid, int threads, int cluster, cudaStream_t stream) {
   cudaLaunchConfig_t cfg = {};
-  cfg.gridDim = dim3(SIZE, p.tokens);
-  cfg.blockDim = dim3(kThreads);
+  cfg.gridDim = grid;
+  cfg.blockDim = dim3(threads);
   cfg.stream = stream;
-  cudaLaunchAttribute attr[2];
-  attr[0].id = cudaLaunchAttributeClusterDimension;
-  attr[0].val.clusterDim.x = SIZE;
-  attr[0].val.clusterDim.y = attr[0].val.clusterDim.z = 1;
-  attr[1] = early_launch();
+  cudaLaunchAttribute attr[2] = {early_launch()};
+  attr[1].id = cudaLaunchAttributeClusterDimension;
+  attr[1].val.clusterDim.x = cluster;
+  attr[1].val.clusterDim.y = attr[1].val.clusterDim.z = 1;
   cfg.attrs = attr;
-  cfg.numAttrs = 2;
-  if constexpr (SIZE == 1) return cudaLaunchKernelEx(&cfg, top_k_listed<KEYS>, p);
-  else return cudaLaunchKernelEx(&cfg, top_k<KEYS, SIZE>, p);
+  cfg.numAttrs = cluster > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&cfg, kernel, p);
 }
 
 template <int SIZE>
-static cudaError_t launch_top_k(const TopkParams& p, int keys, cudaStream_t s) {
-  if (keys <= 4) return launch_top_k<4, SIZE>(p, s);
-  if (keys <= 8) return launch_top_k<8, SIZE>(p, s);
-  if (keys <= 16) return launch_top_k<16, SIZE>(p, s);
-  if (keys <= 32) return launch_top_k<32, SIZE>(p, s);
+static cudaError_t launch_cluster(const TopkParams& p, int keys, cudaStream_t s) {
+  const dim3 grid(SIZE, p.tokens);
+  if (keys <= 4) return launch(top_k_cluster<4, SIZE>, p, grid, kThreads, SIZE, s);
+  if (keys <= 8) return launch(top_k_cluster<8, SIZE>, p, grid, kThreads, SIZE, s);
+  if (keys <= 16) return launch(top_k_cluster<16, SIZE>, p, grid, kThreads, SIZE, s);
+  if (keys <= 32) return launch(top_k_cluster<32, SIZE>, p, grid, kThreads, SIZE, s);
   return cudaErrorInvalidValue;
+}
+
+template <int KEYS, int THREADS>
+static cudaError_t launch_row(const TopkParams& p, cudaStream_t s) {
+  return launch(top_k_row<KEYS, THREADS>, p, dim3(p.tokens), THREADS, 1, s);
 }
 
 extern "C" int hr_index_logits(const LogitsParams* p, void* stream) {
@@ -777,14 +915,22 @@ extern "C" int hr_index_logits(const LogitsParams* p, void* stream) {
   cfg.numAttrs = 1;
   return (int)cudaLaunchKernelEx(&cfg, index_logits, *p);
 }
+
 // size: blocks a row, 1, 2, 4 or 8; a row may hold 32768 * size logits.
 extern "C" int hr_top_k(const TopkParams* p, int max_length, int size, void* stream) {
+  const cudaStream_t on = (cudaStream_t)stream;
   const int keys = ((max_length + kThreads * size - 1) / (kThreads * size) + 3) & ~3;
   switch (size) {
-    case 1: return launch_top_k<1>(*p, keys, (cudaStream_t)stream);
-    case 2: return launch_top_k<2>(*p, keys, (cudaStream_t)stream);
-    case 4: return launch_top_k<4>(*p, keys, (cudaStream_t)stream);
-    case 8: return launch_top_k<8>(*p, keys, (cudaStream_t)stream);
+    case 1:
+      if (max_length <= 2048) return launch_row<8, 256>(*p, on);
+      if (max_length <= 4096) return launch_row<16, 256>(*p, on);
+      if (max_length <= 8192) return launch_row<16, 512>(*p, on);
+      if (max_length <= 16384) return launch_row<16, 1024>(*p, on);
+      if (max_length <= 32768) return launch_row<32, 1024>(*p, on);
+      return (int)cudaErrorInvalidValue;
+    case 2: return launch_cluster<2>(*p, keys, on);
+    case 4: return launch_cluster<4>(*p, keys, on);
+    case 8: return launch_cluster<8>(*p, keys, on);
     default: return (int)cudaErrorInvalidValue;
   }
 }

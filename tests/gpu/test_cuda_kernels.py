@@ -168,12 +168,18 @@ def test_index_logits_match_float64() -> None:
     q = torch.randn(7, 64, 128, device=DEV).to(torch.float8_e4m3fn)
     w = torch.randn(7, 64, device=DEV)
     want = k4.index_logits_reference(q, w, pages, table, lengths)
+    out, first = torch.empty(7, 2048, device=DEV), None
     for blocks in (1, 5, 528):
         out = torch.full((7, 2048), 7.0, device=DEV)
         k4.index_logits(q, w, pages, table, lengths, out, blocks=blocks)
+        first = out if first is None else first
+        assert torch.equal(out, first)
         for t, n in enumerate(lengths.tolist()):
             assert (out[t, n:] == 7.0).all()
             assert n == 0 or error(out[t, :n], want[t, :n]) < 1e-3
+    alone = torch.full((1, 2048), 7.0, device=DEV)
+    k4.index_logits(q[5:6], w[5:6], pages, table[5:6], lengths[5:6], alone)
+    assert torch.equal(alone[0], out[5])
     table[0, 3] = 4000
     k4.index_logits(q, w, pages, table, lengths, out, blocks=64, skip=100)
     assert torch.isneginf(out[0, 192:256]).all()
@@ -185,7 +191,7 @@ def test_index_logits_match_float64() -> None:
 def test_top_k_equals_a_stable_sort(size: int, k: int) -> None:
     """Ties, zeros of both signs, infinities, one outlier, all equal: the places of a stable descending sort."""
     torch.manual_seed(size)
-    for n in (1100, 5003, 30000):
+    for n in (1100, 3001, 5003, 12000, 30000):
         x = torch.randn(9, n, device=DEV)
         x[1] = 0.0 * x[1]
         x[2] = torch.randint(0, 30, (n,), device=DEV).float()

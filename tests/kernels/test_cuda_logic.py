@@ -46,6 +46,91 @@ def test_folded_key_codes_are_exact() -> None:
         assert codes.view(torch.float8_e4m3fn).double().tolist() == want
 
 
+def prmt(low: int, high: int, select: int) -> int:
+    """The instruction: four selectors, each an index into eight bytes, or with its fourth bit the byte's sign."""
+    table, out = (low | high << 32).to_bytes(8, "little"), 0
+    for i in range(4):
+        one = select >> (4 * i) & 15
+        byte = table[one & 7]
+        out |= ((0xFF if byte & 0x80 else 0) if one & 8 else byte) << (8 * i)
+    return out
+
+
+def test_key_codes_are_unpacked_with_the_opposite_sign() -> None:
+    """Magnitudes from the table, twice the signs' 0x40: what `unpack` of indexer.cu adds is the e4m3 code of minus the
+    value, for every code and every step."""
+    source = (build.SOURCES / "indexer.cu").read_text()
+    words = [int(x, 16) for x in re.findall(r"0x([0-9a-f]{16})ull", source)]
+    for d, table in enumerate(words):
+        for word in (0x76543210, 0xFEDCBA98, 0x8F1E2D3C):
+            magnitude, got = word & 0x77777777, b""
+            for shift in (0, 16):
+                looked_up = prmt(table & 0xFFFFFFFF, table >> 32, magnitude >> shift)
+                got += (looked_up + 2 * prmt(0x40404040, 0x40404040, word >> shift)).to_bytes(4, "little")
+            codes = [word >> (4 * i) & 15 for i in range(8)]
+            want = [-indexer.E2M1[c & 7] * (-1) ** (c >> 3) * 2.0 ** (6 - d) for c in codes]
+            assert torch.tensor(list(got), dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist() == want
+
+
+def test_scales_of_a_key_find_table_and_power() -> None:
+    """The largest of four scale bytes by halves, eight bytes of table for each step below it, and the power of two that
+    takes back what the codes and the shrinking changed."""
+    torch.manual_seed(12)
+    for scales in [*torch.randint(0, 256, (200, 4)).tolist(), [0, 0, 0, 0], [255, 0, 255, 254], [1, 2, 3, 3]]:
+        word = int.from_bytes(bytes(scales), "little")
+        shifted = word << 8 & 0xFFFFFFFF
+        halves = [max(word >> s & 0xFFFF, shifted >> s & 0xFFFF) for s in (0, 16)]
+        top = max(halves[0] | halves[1] << 16, halves[0] << 16)
+        assert top >> 24 == max(scales)
+        for quad in range(4):
+            assert 8 * (top >> 24) - 8 * scales[quad] == 8 * (max(scales) - scales[quad])
+        bits = torch.tensor([min((top >> 24) + 19, 255) << 23], dtype=torch.int32)
+        power = 2.0 ** (max(scales) - 127 - 6 + 25)
+        assert float(bits.view(torch.float32)) == (power if power < 2.0**128 else float("inf"))
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 528])
+def test_pages_are_dealt_out_once(blocks: int) -> None:
+    """Laid end to end with places for the switch before each token's, every page falls to one block, whatever their
+    number."""
+    switch = int((re.search(r"kSwitch = (\d+);", (build.SOURCES / "indexer.cu").read_text()) or [0, 0])[1])
+    for pages in ([31, 0, 1, 2, 200], [0, 0, 5], [1] * 40, [0], list(range(60))):
+        line = [p + switch if p else 0 for p in pages]
+        share, more = divmod(sum(line), blocks)
+        dealt: list[tuple[int, int]] = []
+        for me in range(blocks):
+            at = share * me + min(me, more)
+            end = at + share + (me < more)
+            token, base = 0, 0
+            while at < end and base + line[token] <= at:
+                base += line[token]
+                token += 1
+            while at < end:
+                first = max(at - base - switch, 0)
+                at = base + switch + first
+                base += line[token]
+                if at < min(end, base):
+                    dealt += [(token, first + i) for i in range(min(end, base) - at)]
+                    at = min(end, base)
+                token += 1
+        assert dealt == [(t, i) for t, p in enumerate(pages) for i in range(p)]
+
+
+@pytest.mark.parametrize(("warps", "k"), [(32, 512), (32, 1024), (16, 512), (16, 1024)])
+def test_the_floor_of_top_k_is_reached_by_k_keys(warps: int, k: int) -> None:
+    """At least k of a row's keys reach the least of the rank-th largest values over the warps' sets, as top_k_row takes
+    it."""
+    torch.manual_seed(k + warps)
+    key = torch.randn(4, warps * 32, 4).transpose(0, 1).reshape(warps, 32, 16)  # warp, lane, its keys
+    key[:, :, 5:] = torch.where(torch.rand(warps, 32, 11) < 0.3, float("-inf"), key[:, :, 5:])
+    sets = 2 if k > 16 * warps else 1
+    rank = -(-k // (sets * warps))
+    best = key.view(warps, 32, 8, 2).amax(2) if sets == 2 else key.amax(2)[..., None]
+    floor = best.sort(1, descending=True).values[:, rank - 1].min()
+    assert rank <= 32
+    assert (key >= floor).sum() >= k
+
+
 def test_query_words_meet_the_keys_channels() -> None:
     """Word P = s*8 + half*4 + quad of the permuted q holds the four channels that the key operand has at that place."""
     seen = set()
