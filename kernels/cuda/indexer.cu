@@ -550,6 +550,11 @@ struct TopkRow {
         out(p.out + token * p.out_stride),
         n(p.lengths[token]) {}
   __device__ int32_t slot(int place) const { return table ? table[place >> 6] * 64 + (place & 63) : place; }
+  // Which threads met a logit that is no finite number: of a broken key, or of none. The row then has chosen nothing, and says so
+  // once all have met in a barrier.
+  __device__ void end(const TopkParams& p, int token, float zero) const {
+    if (zero != 0 && p.out_lengths) p.out_lengths[token] = -1;
+  }
   // Gives out how many there will be and, if the row has no more than k, all of them. Of several blocks one writes.
   __device__ bool all(const TopkParams& p, int token, bool writes) const {
     if (writes && threadIdx.x == 0 && p.out_lengths) p.out_lengths[token] = min(max(n, 0), p.k);
@@ -574,6 +579,11 @@ __global__ void __launch_bounds__(kThreads, 1) top_k_cluster(const __grid_consta
   const int per = ((n + kThreads * SIZE - 1) / (kThreads * SIZE) + 3) & ~3;
   const int start = (rank * kThreads + tid) * per;
   const bool aligned = ((uintptr_t)row.logits & 15) == 0;
+  float zero = 0;  // NaN after a logit that is no finite number
+  auto taken = [&](float x) {
+    zero = fmaf(x, 0.0f, zero);
+    return sortable(x);
+  };
   uint32_t key[KEYS];  // 0 lies below every number: it stands for no key, and is never counted nor chosen
 #pragma unroll
   for (int r = 0; r < KEYS; r += 4) {
@@ -582,14 +592,14 @@ __global__ void __launch_bounds__(kThreads, 1) top_k_cluster(const __grid_consta
     if (r < per && i < n) {
       if (aligned && i + 3 < n) {
         const float4 v = *(const float4*)(row.logits + i);
-        key[r] = sortable(v.x);
-        key[r + 1] = sortable(v.y);
-        key[r + 2] = sortable(v.z);
-        key[r + 3] = sortable(v.w);
+        key[r] = taken(v.x);
+        key[r + 1] = taken(v.y);
+        key[r + 2] = taken(v.z);
+        key[r + 3] = taken(v.w);
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          if (i + j < n) key[r + j] = sortable(row.logits[i + j]);
+          if (i + j < n) key[r + j] = taken(row.logits[i + j]);
       }
     }
   }
@@ -641,6 +651,7 @@ __global__ void __launch_bounds__(kThreads, 1) top_k_cluster(const __grid_consta
 
   choose<KEYS, SIZE>(
       p, sh, key, lo, hi, rank, row.out, [&](int r) { return start + r; }, [&](int place) { return row.slot(place); });
+  row.end(p, token, zero);
 }
 
 constexpr int kParts = 1024, kListed = 4096, kFew = 128;
@@ -696,19 +707,24 @@ __global__ void __launch_bounds__(THREADS, 1) top_k_row(const __grid_constant__ 
 
   auto place = [&](int r) { return (r & ~3) * THREADS + tid * 4 + (r & 3); };
   const bool aligned = ((uintptr_t)row.logits & 15) == 0;
+  float zero = 0;  // NaN after a logit that is no finite number
+  auto taken = [&](float x) {
+    zero = fmaf(x, 0.0f, zero);
+    return number(x);
+  };
   float v[KEYS];  // NaN: no key
 #pragma unroll
   for (int r = 0; r < KEYS; r += 4) {
     const int i = place(r);
     if (aligned && i + 3 < row.n) {
       const float4 x = *(const float4*)(row.logits + i);
-      v[r] = number(x.x);
-      v[r + 1] = number(x.y);
-      v[r + 2] = number(x.z);
-      v[r + 3] = number(x.w);
+      v[r] = taken(x.x);
+      v[r + 1] = taken(x.y);
+      v[r + 2] = taken(x.z);
+      v[r + 3] = taken(x.w);
     } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) v[r + j] = i + j < row.n ? number(row.logits[i + j]) : __int_as_float(0x7fffffff);
+      for (int j = 0; j < 4; ++j) v[r + j] = i + j < row.n ? taken(row.logits[i + j]) : __int_as_float(0x7fffffff);
     }
   }
   if (tid < kPages && tid * 64 < row.n) pages[tid] = row.table ? row.table[tid] : tid;
@@ -873,6 +889,7 @@ __global__ void __launch_bounds__(THREADS, 1) top_k_row(const __grid_constant__ 
   uint32_t bits = tid < kWords ? chosen[tid] : 0u;
   uint32_t at = prefix_sum<THREADS>(__popc(bits), sums[2]);
   for (; bits; bits &= bits - 1) row.out[at++] = pages[tid >> 1] * 64 + (tid & 1) * 32 + __ffs(bits) - 1;
+  row.end(p, token, zero);
 }
 
 template <class Params>

@@ -130,9 +130,10 @@ def top_k(
     """Writes the places of the K largest logits of each row, ascending; ties go to the lower place.
 
     Args:
-        logits: [T, n] fp32, stride(1) = 1; a NaN, as poisoned keys give, counts as -inf. lengths_T: [T] int32.
+        logits: [T, n] fp32, stride(1) = 1; a NaN counts as -inf. lengths_T: [T] int32.
         out_TK: [T, K] int32; -1 past the last.
-        out_lengths_T: [T] int32, min(length, K), or None. table_TW: page ids: places become slots page * 64 + offset.
+        out_lengths_T: [T] int32, min(length, K), or -1 where a logit that was looked at is no finite number, as broken
+            keys give: such a choice is none. Or None. table_TW: page ids: places become slots page * 64 + offset.
         max_length: no row is longer; at most 262,144. blocks_a_row: 1, 2, 4 or 8; no result depends on either.
     """
     assert logits.dtype == torch.float32

@@ -197,7 +197,7 @@ def test_top_k_equals_a_stable_sort(size: int, k: int) -> None:
         x[2] = torch.randint(0, 30, (n,), device=DEV).float()
         x[3, 5], x[4, 7], x[5] = 3e38, float("inf"), 1.5
         x[6, ::3] = float("-inf")
-        x[7, ::2] = float("nan")  # poisoned keys: they lose, and the search still ends
+        x[7, ::2] = float("nan")  # broken keys: they lose, the search still ends, and the count says so
         x[7, 1::6] = -float("nan")
         lengths = torch.tensor([n, n, n - 1, n, n, k + 1, n, n - 3, k], dtype=torch.int32, device=DEV)
         out = torch.full((9, k), -9, dtype=torch.int32, device=DEV)
@@ -206,6 +206,10 @@ def test_top_k_equals_a_stable_sort(size: int, k: int) -> None:
         numbers = torch.where(x.isnan(), float("-inf"), x + 0.0)
         want, want_count = k4.top_k_reference(numbers, lengths, k)
         assert torch.equal(out, want)
+        for t, length in enumerate(lengths.tolist()):
+            if length > k and not x[t, :length].isfinite().all():
+                want_count[t] = -1
+        assert (want_count == -1).sum() == 3
         assert torch.equal(count, want_count)
 
 
