@@ -32,7 +32,9 @@ def floor_us(flops: float, nbytes: float, rate: float = BF16_FLOP_S) -> float:
     return max(nbytes / HBM_BYTES_S, flops / rate) * 1e6
 
 
-def attention(table: Any, splits: tuple[int, ...] = (1, 2, 4), batches: tuple[int, ...] = (1, 16, 64, 128)) -> None:
+def attention(
+    table: Any, splits: tuple[int, ...] = (1, 2, 4, 5, 10), batches: tuple[int, ...] = (1, 16, 64, 128)
+) -> None:
     """K5 against FlashMLA's sparse decode, planned before."""
     import peer_flashmla as peer
 

@@ -3,12 +3,13 @@
 // One cluster of C blocks works on one token and 64 of its heads. The token's lists are cut into tiles of 64 entries (the
 // first list is padded to whole tiles before the second begins), tiles into C runs of ceil(tiles / C), one run a block.
 // C is a constant of the launch and the cut depends on the token's own lengths alone, never on the batch: so does the
-// result (batch-invariant). The blocks exchange partial sums through distributed shared memory and add them in run order.
+// result (batch-invariant). The blocks exchange partial sums, as fp16 with a scale, through distributed shared memory and add them
+// in run order.
 //
-// A block is four warp-groups. Two produce: they gather entries, half into registers and half into a ring of shared memory,
-// decode e4m3 to bf16 and write tiles into two shared buffers; a whole tile (36 KB) is always on its way, also while another
-// is converted. Warp-group 0 multiplies q by the tile, does the softmax and the product with channels 0..255; warp-group 1 the
-// product with channels 256..511, from the probabilities left in shared memory.
+// A block is four warp-groups. Two produce: they gather entries through a ring of shared memory, decode e4m3 to bf16 and write
+// tiles into two shared buffers; most of a tile (28 of 36 KB) is always on its way, also while another is converted. Warp-group
+// 0 multiplies q by the tile, does the softmax and the product with channels 0..255; warp-group 1 the product with channels
+// 256..511, from the probabilities left in shared memory.
 //
 // Decoding e4m3 is integer work: sign, exponent and mantissa bits are moved into place as a bf16 of 2^-120 times the value
 // (subnormals included), and one multiplication by 2^(120 + e - 32) brings in the scale of the group. Everything is
@@ -17,6 +18,10 @@
 //
 // At its ends the kernel can take in raw q (norm without weight, rotary) and give out e4m3 (inverse rotary, one
 // power-of-two scale per 128 channels; or bf16, rotated back), so that neither q nor the output makes a second trip through memory.
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
 #include "hopper.cuh"
 
 using namespace hr;
@@ -56,20 +61,20 @@ struct Params {
 namespace {
 
 constexpr int kTile = 64, kRowBytes = 576;
-constexpr uint32_t kQ = 0, kK = 65536, kKBytes = 65536, kP = 196608;
-constexpr uint32_t kRaw = 204800;             // [5][256 threads] of 16 bytes: what of the next tile does not wait in registers
-constexpr int kInRegisters = 4, kChunks = 9;  // pieces of 16 bytes that a thread has of an entry
-constexpr uint32_t kAlpha = kRaw + (kChunks - kInRegisters) * 4096;  // [2][64] fp32
-constexpr uint32_t kBias = kAlpha + 512;      // [2][64] fp32: 0, or -inf where a row of the tile holds no entry
-constexpr uint32_t kMax = kBias + 512;        // [4][64] fp32, log2 units: of each block of the cluster
-constexpr uint32_t kSum = kMax + 1024;        // [4][64] fp32
-constexpr uint32_t kSink = kSum + 1024;       // [64] fp32
-constexpr uint32_t kTurn = kSink + 256;       // [64] fp32: cosines and sines of the token's position
-constexpr uint32_t kScales = kTurn + 256;     // [2][64] of 8 bytes: of the rows of a tile, before they are converted
-constexpr uint32_t kSlots = kScales + 1024;   // [2][256 threads]: slots of four tiles, and of the next four
-constexpr uint32_t kBars = kSlots + 2048;     // 8 mbarriers
-constexpr uint32_t kSmemBytes = kBars + 64;
-constexpr float kUnscale = 4294967296.0f;     // 2^32
+constexpr int kPieces = 9, kRing = 7;  // pieces of 16 bytes that a thread has of a tile, and how many of them the ring has room for
+constexpr int kQBlocks = 7;            // of q's eight blocks of 64 channels: the last one is read from registers
+constexpr uint32_t kQ = 0, kRaw = kQBlocks * 8192;  // the ring: [7][256 threads] of 16 bytes
+constexpr uint32_t kK = kRaw + kRing * 4096, kKBytes = 65536, kP = kK + 2 * kKBytes;
+constexpr uint32_t kAlpha = kP + 8192;       // [2][64] fp32
+constexpr uint32_t kHeld = kAlpha + 512;     // [2][64] bits: which rows of a tile hold an entry
+constexpr uint32_t kNotes = kHeld + 16;      // [C][heads that a block ends] of 16 bytes, up to 72: see finish
+constexpr uint32_t kSink = kNotes + 1152;    // [64] fp32
+constexpr uint32_t kTurn = kSink + 256;      // [64] fp32: cosines and sines of the token's position
+constexpr uint32_t kScales = kTurn + 256;    // [2][64] of 8 bytes: of the rows of a tile, before they are converted
+constexpr uint32_t kSlots = kScales + 1024;  // [2][256 threads]: slots of four tiles, and of the next four
+constexpr uint32_t kBars = kSlots + 2048;    // 6 mbarriers
+constexpr uint32_t kSmemBytes = kBars + 48;
+constexpr float kUnscale = 4294967296.0f;    // 2^32
 
 #ifdef HR_TRACE  // a build for looking at one launch: clock readings, [block][warp-group][event]
 #define HR_MARK(n)                                                                                        \
@@ -78,6 +83,29 @@ constexpr float kUnscale = 4294967296.0f;     // 2^32
 #else
 #define HR_MARK(n)
 #endif
+
+__device__ __forceinline__ void wgmma_qk_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t desc_b, int accumulate) {
+  asm volatile("{\n.reg .pred p;\n"
+               "setp.ne.b32 p, %37, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+               "{"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Waits for all groups of copies but the youngest N.
+template <int N>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
 struct Cut {
   int n0, n1, tiles0, tiles, first, count;
@@ -122,27 +150,18 @@ __device__ __forceinline__ int32_t checked(const Params& p, const Cut& c, int ti
   return slot < p.list[c.first + tile >= c.tiles0].num_slots ? slot : -1;
 }
 
-__device__ __forceinline__ uint4 load_or_zero(const uint8_t* at, int ok) {
-  uint4 v;
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
-      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n}\n"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(at), "r"(ok));
-  return v;
-}
-
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-// Four e4m3 to bf16 of 2^-120 times the value, in order.
-__device__ __forceinline__ void decode4(uint32_t codes, uint32_t& a, uint32_t& b) {
-  const uint32_t low = codes * 16 & 0xf0f0f0f0u, high = (codes & 0x80808080u) | (codes >> 4 & 0x07070707u);
-  a = __byte_perm(low, high, 0x5140);
-  b = __byte_perm(low, high, 0x7362);
+// Four e4m3 to bf16 of 2^-120 times the value, in order. Codes a byte apart, times 16: the sign is then bit 11 of each half, and
+// adding 0x7800 carries it to bit 15. A product and two picks: the units that shift and mask are those that bound the producers.
+__device__ __forceinline__ void decode4(uint32_t codes, uint32_t sixteen, uint32_t& a, uint32_t& b) {
+  asm("mad.lo.u32 %0, %1, %2, 0x78007800;" : "=r"(a) : "r"(__byte_perm(codes, 0, 0x4140)), "r"(sixteen));
+  asm("mad.lo.u32 %0, %1, %2, 0x78007800;" : "=r"(b) : "r"(__byte_perm(codes, 0, 0x4342)), "r"(sixteen));
+  a &= 0x87f087f0u;
+  b &= 0x87f087f0u;
 }
 
 __device__ __forceinline__ uint4 ld_u4(uint32_t addr) {
@@ -160,7 +179,7 @@ __device__ __forceinline__ uint32_t ld_u1(uint32_t addr) {
 // Fills the tiles. A warp has 8 rows of every tile. Each of its loads takes 256 bytes of two rows (so few pages, few lines),
 // the last one the ends of all eight: a thread has 16 bytes of a scale group, of the rows of one parity. Its own row, lane % 8, is
 // the one whose slot and place it knows; thread 8 * t + r of a warp reads the slots of row r in tiles t of four (slots, later).
-// They wait in shared memory: a register would be waited for by way of a scoreboard that the entries' loads use too.
+// Nothing that comes from memory waits in a register: the compiler may ask for it late and wait for it early.
 __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t smem, int token, int tid, int32_t slots, int32_t later,
                                         uint32_t full, uint32_t empty) {
   const int lane = tid & 31, row0 = tid >> 5 << 3, own = lane & 7, part = lane & 3, parity = lane >> 2 & 1, quarter = lane >> 3;
@@ -171,37 +190,33 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
   const uint32_t to = smem + kK + row0 * 128 + parity * 128 + quarter * 8192;
   const uint32_t first = to + (((2 * part) ^ parity) << 4), second = to + 32768 + (((rotary ? part : 2 * part) ^ parity) << 4);
   const uint32_t end = smem + kK + 7 * 8192 + (row0 + (lane >> 2)) * 128 + (((4 + part) ^ (lane >> 2)) << 4);
-  uint4 raw[kInRegisters];  // rows 2 * i + parity: both halves of i = 0, then of i = 1; the ring has i = 2, 3 and the ends
-  uint32_t places[3];       // of what is to be asked into the ring, in units of 16 bytes; kNone: zeros
-  const uint8_t* base;
-  constexpr uint32_t kNone = ~0u;
-  auto load = [&](uint32_t place, int bytes) {
-    return load_or_zero(base + ((uint64_t)place << 4) + bytes + quarter * 64 + part * 16, place != kNone);
-  };
+  const uint8_t* rows[5] = {};  // of what is to be asked for: the thread's bytes in row 2 * i + parity, and those of the end
+  uint32_t present = 0;         // bit i: there is such a row; else zeros
+  const uint32_t sixteen = 16 | (uint32_t)p.heads >> 31;  // 16; of a constant the compiler would make a shift
   // Only the thread itself reads what it asks for here, so there is no barrier: it waits for its own copies.
-  auto load_ring = [&](uint32_t place, int bytes, int piece) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(ring + piece * 4096),
-                 "l"(base + ((uint64_t)place << 4) + bytes + part * 16), "r"(place != kNone ? 16 : 0)
+  auto load = [&](int piece, uint32_t to) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\ncp.async.commit_group;" ::"r"(to),
+                 "l"(rows[piece >> 1] + (piece & 1) * 256), "r"(present & (1 << (piece >> 1)) ? 16 : 0)
                  : "memory");
   };
   auto fetch = [&](int tile, int32_t slot) {
     const List& l = p.list[c.first + tile >= c.tiles0];
     const int entries = 1 << l.log2_entries, at = slot & (entries - 1);
     const uint32_t page = (uint32_t)(slot >> l.log2_entries) * (uint32_t)(l.page_stride >> 4);
-    const uint32_t place = slot < 0 ? kNone : page + at * (kRowBytes / 16);
-    base = l.pages;
     if (quarter == 0)
       asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(scales + (tile & 1) * 512 + own * 8),
-                   "l"(base + ((uint64_t)page << 4) + entries * kRowBytes + at * 8), "r"(slot < 0 ? 0 : 8)
+                   "l"(l.pages + ((uint64_t)page << 4) + entries * kRowBytes + at * 8), "r"(slot < 0 ? 0 : 8)
                    : "memory");
-    const uint32_t i0 = __shfl_sync(~0u, place, parity), i1 = __shfl_sync(~0u, place, 2 + parity);
-    places[0] = __shfl_sync(~0u, place, 4 + parity);
-    places[1] = __shfl_sync(~0u, place, 6 + parity);
-    places[2] = __shfl_sync(~0u, place, lane >> 2);
-    raw[0] = load(i0, 0);
-    raw[1] = load(i0, 256);
-    raw[2] = load(i1, 0);
-    raw[3] = load(i1, 256);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    const uint32_t place = page + at * (kRowBytes / 16), all = __ballot_sync(~0u, slot >= 0);
+    present = (all >> parity & 1) | (all >> (1 + parity) & 2) | (all >> (2 + parity) & 4) | (all >> (3 + parity) & 8) |
+              (all >> (lane >> 2) & 1) << 4;
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+      const uint32_t of = __shfl_sync(~0u, place, i < 4 ? 2 * i + parity : lane >> 2);
+      rows[i] = l.pages + ((uint64_t)of << 4) + (i < 4 ? quarter * 64 : 512) + part * 16;
+      asm volatile("" : "+l"(rows[i]));  // a register, not what it is computed from
+    }
   };
   const uint32_t slot_ring = smem + kSlots + (tid & ~31) * 4;
   auto slot_at = [&](int tile) {
@@ -215,14 +230,20 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
   HR_MARK(51);
   fetch(0, slot);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) load_ring(places[k >> 1], 256 * (k & 1) + quarter * 64, k);
-  load_ring(places[2], 512, 4);
+  for (int k = 0; k < kRing; ++k) load(k, ring + k * 4096);
+  // The first tile is asked for whole: what the ring has no room for waits where the warp itself will write the second one.
+  const uint32_t beside = smem + kK + kKBytes + row0 * 128 + lane * 16 - kRing * 512;
+#pragma unroll
+  for (int k = kRing; k < kPieces; ++k) load(k, beside + k * 512);
+  uint32_t turn = ring;  // where the next piece lies
+  asm volatile("bar.arrive 3, 512;" ::: "memory");  // now q may be asked for
   HR_MARK(1);
-#pragma unroll 1
-  for (int it = 0; it < c.count; ++it) {
+  auto tile = [&](int it, auto is_first) {
+    constexpr bool kFirst = decltype(is_first)::value;
+    constexpr int kAhead = kFirst ? kPieces : kRing;  // pieces on their way
     const int buf = it & 1;
     HR_MARK(4 + 4 * it);
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_copies<kAhead - 1>();
     __syncwarp();  // slots and scales came by way of other lanes
     const int32_t after_slot = slot_at(it + 2);
     if (((it + 2) & 3) == 0) {  // the four before are used up
@@ -233,57 +254,74 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
       else
         st_shared_b32(to_slot, ~0u);
     }
-    uint32_t factor[4];
-    auto read_factors = [&](int half) {
+    // The lane's own two factors: of row `own`, groups `quarter` and 4 + quarter. Rotary: 2^-32, twice.
+    uint32_t factor[2];
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        asm volatile("ld.shared.u8 %0, [%1];"
-                     : "=r"(factor[k])
-                     : "r"(scales + buf * 512 + parity * 8 + quarter + half * 32 + (k >> 1) * 16 + (k & 1) * 4));
-#pragma unroll
-      for (int k = 0; k < 4; ++k)  // rotary: 2^-32, twice
-        factor[k] = (k & 1) && rotary ? 0x2f802f80u : min(factor[k] + 88u, 255u) * 0x00800080u;
-    };
-    read_factors(0);
+    for (int h = 0; h < 2; ++h) {
+      asm volatile("ld.shared.u8 %0, [%1];" : "=r"(factor[h]) : "r"(scales + buf * 512 + own * 8 + quarter + h * 4));
+      factor[h] = min(factor[h] + 88u, 255u) * 0x00800080u;
+    }
+    if (rotary) factor[1] = 0x2f802f80u;
     mbar_wait(empty + 8 * buf, ((it >> 1) & 1) ^ 1);
+    if (!kFirst && it == 1) named_barrier(2, 384);  // q is in registers
     HR_MARK(5 + 4 * it);
-    if (quarter == 0) st_shared_b32(smem + kBias + buf * 256 + (row0 + own) * 4, slot >= 0 ? 0u : 0xff800000u);
+    const uint32_t held = __ballot_sync(~0u, slot >= 0);
+    if (lane == 0) asm volatile("st.shared.u8 [%0], %1;" ::"r"(smem + kHeld + buf * 8 + (row0 >> 3)), "r"(held) : "memory");
+    const uint32_t first_at = first + buf * kKBytes, second_at = second + buf * kKBytes;
     auto convert = [&](int k, const uint4& d) {
-      const uint32_t i = k >> 1, f = factor[k & 3], line = (((k & 1) ? second : first) ^ (i << 5)) + i * 256 + buf * kKBytes;
+      if (k == 8) {
+        constexpr uint32_t f = 0x2f802f80u;
+        st_shared_v4(end + buf * kKBytes,
+                     make_uint4(mul_bf16x2(d.x, f), mul_bf16x2(d.y, f), mul_bf16x2(d.z, f), mul_bf16x2(d.w, f)));
+        return;
+      }
+      const uint32_t i = k >> 1, line = (((k & 1) ? second_at : first_at) ^ (i << 5)) + i * 256;
+      const uint32_t f = __shfl_sync(~0u, factor[k & 1], (lane & 24) + 2 * i + parity);
       uint32_t w[8];
-      decode4(d.x, w[0], w[1]);
-      decode4(d.y, w[2], w[3]);
-      decode4(d.z, w[4], w[5]);
-      decode4(d.w, w[6], w[7]);
+      decode4(d.x, sixteen, w[0], w[1]);
+      decode4(d.y, sixteen, w[2], w[3]);
+      decode4(d.z, sixteen, w[4], w[5]);
+      decode4(d.w, sixteen, w[6], w[7]);
       const bool plain = (k & 1) && rotary;
       st_shared_v4(line, make_uint4(mul_bf16x2(plain ? d.x : w[0], f), mul_bf16x2(plain ? d.y : w[1], f),
                                     mul_bf16x2(plain ? d.z : w[2], f), mul_bf16x2(plain ? d.w : w[3], f)));
       if (!plain)
         st_shared_v4(line ^ 16, make_uint4(mul_bf16x2(w[4], f), mul_bf16x2(w[5], f), mul_bf16x2(w[6], f), mul_bf16x2(w[7], f)));
     };
-    // As each piece is converted, the same piece of the next tile is asked for: a whole tile is always on its way. Loads that
-    // wait in registers go together, since those that trickle in would share scoreboards with the ones waited for.
+    // In the place of each piece that is converted goes the seventh after it: nearly a whole tile is always on its way.
     slot = next_slot;
     next_slot = after_slot;
+    uint4 next = ld_u4(turn);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) convert(k, raw[k]);
-    fetch(it + 1, slot);
-    read_factors(1);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      convert(4 + k, ld_u4(ring + k * 4096));
-      load_ring(places[k >> 1], 256 * (k & 1) + quarter * 64, k);
+    for (int k = 0; k < kPieces; ++k) {
+      if (k == kPieces - kAhead) fetch(it + 1, slot);  // its scales make one group more
+      const uint4 d = next;
+      const uint32_t at = turn;
+      if (!kFirst || k < kRing) turn = turn == ring + (kRing - 1) * 4096 ? ring : turn + 4096;
+      if (k + 1 < kPieces) {
+        if (k < kPieces - kAhead)
+          wait_copies<kAhead - 2>();
+        else
+          wait_copies<kAhead - 1>();
+        next = ld_u4(kFirst && k + 1 >= kRing ? beside + (k + 1) * 512 : turn);
+      }
+      convert(k, d);
+      if (!kFirst || k < kRing) load((k + kAhead) % kPieces, at);
     }
-    constexpr uint32_t f = 0x2f802f80u;
-    const uint4 d = ld_u4(ring + 4 * 4096);
-    st_shared_v4(end + buf * kKBytes, make_uint4(mul_bf16x2(d.x, f), mul_bf16x2(d.y, f), mul_bf16x2(d.z, f), mul_bf16x2(d.w, f)));
-    load_ring(places[2], 512, 4);
     HR_MARK(6 + 4 * it);
     fence_async();
     __syncwarp();
     if (lane == 0) mbar_arrive(full + 8 * buf);
     HR_MARK(3 + 4 * it);
-  }
+  };
+  if (c.count > 0) tile(0, std::true_type{});
+#pragma unroll 1
+  for (int it = 1; it < c.count; ++it) tile(it, std::false_type{});
+}
+
+// Where block `atom` of q begins: the last ones lie in the second tile's memory until registers have them.
+__device__ __forceinline__ uint32_t q_block(uint32_t smem, int atom) {
+  return smem + atom * 8192 + (atom < kQBlocks ? kQ : kK + kKBytes);
 }
 
 // Asks for q of 64 heads, straight into its place in shared memory; a warp has 8 of them. Missing heads become zeros.
@@ -293,9 +331,12 @@ __device__ __forceinline__ void ask_q(const Params& p, uint32_t smem, int token,
   for (int i = 0; i < 8; ++i) {
     const int row = warp * 8 + i;
     const __nv_bfloat16* src = p.q + token * p.q_stride_t + (head0 + (row < rows ? row : 0)) * p.q_stride_h + lane * 8;
-    const uint32_t line = smem + kQ + row * 128 + (((lane & 7) ^ i) << 4) + (lane >> 3) * 8192, bytes = row < rows ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(line), "l"(src), "r"(bytes) : "memory");
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(line + 4 * 8192), "l"(src + 256), "r"(bytes) : "memory");
+    const uint32_t at = row * 128 + (((lane & 7) ^ i) << 4), bytes = row < rows ? 16 : 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(q_block(smem, 4 * h + (lane >> 3)) + at), "l"(src + 256 * h),
+                   "r"(bytes)
+                   : "memory");
   }
 }
 
@@ -309,8 +350,9 @@ __device__ __forceinline__ void norm_rope_q(const Params& p, uint32_t smem, int 
   }
 #pragma unroll 2
   for (int i = 0; i < 8; ++i) {
-    const uint32_t line = smem + kQ + (warp * 8 + i) * 128 + (((lane & 7) ^ i) << 4) + (lane >> 3) * 8192;
-    uint4 a = ld_u4(line), b = ld_u4(line + 4 * 8192);
+    const uint32_t at = (warp * 8 + i) * 128 + (((lane & 7) ^ i) << 4);
+    const uint32_t line = q_block(smem, lane >> 3) + at, line2 = q_block(smem, 4 + (lane >> 3)) + at;
+    uint4 a = ld_u4(line), b = ld_u4(line2);
     uint32_t* w[2] = {(uint32_t*)&a, (uint32_t*)&b};
     float sum = 0;
 #pragma unroll
@@ -335,7 +377,7 @@ __device__ __forceinline__ void norm_rope_q(const Params& p, uint32_t smem, int 
       w[1][j] = pack_bf16(x, y);
     }
     st_shared_v4(line, a);
-    st_shared_v4(line + 4 * 8192, b);
+    st_shared_v4(line2, b);
   }
 }
 
@@ -365,149 +407,196 @@ __device__ __forceinline__ float4 ld_f4(uint32_t addr) {
 __device__ __forceinline__ float (&low_half(float (&o)[128]))[64] { return *(float(*)[64])(o); }
 __device__ __forceinline__ float (&high_half(float (&o)[128]))[64] { return *(float(*)[64])(o + 64); }
 
-// The end of a product warp: 16 heads, 256 channels. With C blocks a token, the block of rank r ends 64 / C of the heads: the
-// warps of the other heads hand their sums over, register by register, into the tiles' memory of the block that ends them.
-template <int C>
-__device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o)[128], int token, int head0, int rank, int group,
-                                       int warp, int lane) {
-  const int w4 = warp & 3, row0 = w4 * 16 + (lane >> 2), quad = lane & 3;
-  const int owner = w4 / (4 / C);
-  auto region = [&](int from) {  // of 16 KiB, in the owner's memory, for what rank `from` hands to this warp's counterpart
-    return smem + kK + (((from < owner ? from : from - 1) * (4 / C) + w4 % (4 / C)) * 2 + group) * 16384;
-  };
-  if constexpr (C > 1) {
-    cluster_sync();  // the products of all are done, hence their tiles free; the row sums are written
-    HR_MARK(58);
-    if (owner != rank) {
-      const uint32_t to = map_rank(region(rank), owner) + lane * 16;
+
+// Writes 8 heads x 128 channels of a warp: v[2 * k + e] is channel 8 * k + 2 * quad + e of head `head` + lane / 4, divided already.
+// `stage` is 2304 bytes of the warp's own.
+__device__ __forceinline__ void emit(const Params& p, uint32_t smem, uint32_t stage, float (&v)[32], int token, int head, int rows,
+                                     int quarter, int lane) {
+  const int row = lane >> 2, quad = lane & 3;
+  if (quarter == 3 && (p.turn_out || p.out8)) {
+    // The rotary channels are rounded first, as if they had been stored before they are rotated back.
 #pragma unroll
-      for (int i = 0; i < 32; ++i)
-        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 512), "f"(o[4 * i]), "f"(o[4 * i + 1]),
-                     "f"(o[4 * i + 2]), "f"(o[4 * i + 3])
+    for (int k = 8; k < 16; ++k) {
+      const uint32_t at = smem + kTurn + (4 * (k - 8) + quad) * 4;
+      round_bf16(v[2 * k], v[2 * k + 1]);
+      turn_back(v[2 * k], v[2 * k + 1], ld_f1(at), ld_f1(at + 128));
+    }
+  }
+  if (p.out8 == nullptr) {
+    const uint32_t line = stage + row * 272 + quad * 4;
+#pragma unroll
+    for (int k = 0; k < 16; ++k) st_shared_b32(line + k * 16, pack_bf16(v[2 * k], v[2 * k + 1]));
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = 2 * i + (lane >> 4), chunk = lane & 15;
+      if (r < rows)
+        *(uint4*)(p.out + token * p.out_stride_t + (head + r) * p.out_stride_h + quarter * 128 + chunk * 8) =
+            ld_u4(stage + r * 272 + chunk * 16);
+    }
+    __syncwarp();
+    return;
+  }
+  float top = 0;
+#pragma unroll
+  for (int k = 0; k < 16; ++k) {
+    // Rounded to bf16 first, so that the fused form gives the bytes of the stand-alone one.
+    if (quarter != 3 || k < 8) round_bf16(v[2 * k], v[2 * k + 1]);
+    top = fmaxf(top, fmaxf(fabsf(v[2 * k]), fabsf(v[2 * k + 1])));
+  }
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+  const int e = scale_exponent(fmaxf(top, 1e-10f)), own = head + row;
+  const float f = pow2(-e);
+  if (quad == 0 && row < rows)
+    p.out8_scale[(own >> 3) * p.scale_stride_g + token + ((own & 7) * 4 + quarter) * p.scale_stride_c] = pow2(e);
+  const uint32_t line = stage + row * 144 + quad * 2;
+#pragma unroll
+  for (int k = 0; k < 16; k += 2) {
+    const uint32_t w = pack_e4m3(v[2 * k] * f, v[2 * k + 1] * f, v[2 * k + 2] * f, v[2 * k + 3] * f);
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(line + k * 8), "h"((uint16_t)w) : "memory");
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(line + k * 8 + 8), "h"((uint16_t)(w >> 16)) : "memory");
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int r = 4 * i + (lane >> 3), chunk = lane & 7, h = head + r;
+    if (r < rows)
+      *(uint4*)(p.out8 + (h >> 3) * p.out8_stride_g + token * p.out8_stride_t + (h & 7) * 512 + quarter * 128 + chunk * 16) =
+          ld_u4(stage + r * 144 + chunk * 16);
+  }
+  __syncwarp();
+}
+
+// The end of a product warp: 16 heads, 256 channels. With C blocks a token each ends kHeads of the heads. It is sent the sums of
+// all blocks for these, where its q and its ring were: as fp16, times a power of two for each head and half of the channels, so that
+// the magnitudes of a half add up to less than one (what that loses is small beside the rounding of the output), with a note for
+// each head: maximum, divisor, the powers' inverses.
+template <int C>
+__device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o)[128], float (&m)[2], float (&l)[2], int token,
+                                       int head0, int rank, int group, int warp, int lane) {
+  const int row0 = (warp & 3) * 16 + (lane >> 2), quad = lane & 3;
+  const uint32_t stage = smem + (C == 1 ? kQ : kK) + warp * 2304;
+  if constexpr (C == 1) {
+    if (group == 0 && quad == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        st_shared_b32(smem + kNotes + (row0 + 8 * h) * 8, __float_as_uint(m[h]));
+        st_shared_b32(smem + kNotes + (row0 + 8 * h) * 8 + 4, __float_as_uint(l[h]));
+      }
+    }
+    named_barrier(1, 256);
+    float f[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = row0 + 8 * h, head = head0 + row;
+      const float top = ld_f1(smem + kNotes + row * 8), shift = top == -INFINITY ? 0.0f : top;
+      float sum = ld_f1(smem + kNotes + row * 8 + 4);
+      if (p.lse && group == 0 && quad == 0 && head < p.heads) p.lse[(int64_t)token * p.heads + head] = (top + __log2f(sum)) * kLn2;
+      if (p.sink) sum += exp2_fast(ld_f1(smem + kSink + row * 4) * kLog2e - shift);
+      f[h] = top == -INFINITY ? 0.0f : kUnscale / sum;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half == 0)
+        wgmma_wait<1>();  // what lies in the first half is written while the second is multiplied
+      else
+        wgmma_wait<0>();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float v[32];
+#pragma unroll
+        for (int k = 0; k < 16; ++k) {
+          v[2 * k] = o[64 * half + 4 * k + 2 * h] * f[h];
+          v[2 * k + 1] = o[64 * half + 4 * k + 2 * h + 1] * f[h];
+        }
+        const int first = head0 + (warp & 3) * 16 + 8 * h;
+        emit(p, smem, stage, v, token, first, p.heads - first, group * 2 + half, lane);
+      }
+    }
+  } else {
+    constexpr int kHeads = (64 + C - 1) / C;
+    static_assert(C * kHeads * 1024 <= kK - kQ && C * kHeads * 16 <= kSink - kNotes, "no room for what the blocks send");
+    auto region = [&](int from) { return smem + kQ + from * kHeads * 1024; };  // [16 of 32 channels][kHeads][4 lanes] of 16 bytes
+    wgmma_wait<0>();
+    cluster_wait();  // q and the ring of every block are used up
+    HR_MARK(58);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = row0 + 8 * h, owner = row / kHeads, own = row - owner * kHeads;
+      float some[4] = {};
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        some[2 * (i & 1)] += fabsf(o[4 * i + 2 * h]);
+        some[2 * (i & 1) + 1] += fabsf(o[4 * i + 2 * h + 1]);
+      }
+      float top = (some[0] + some[1]) + (some[2] + some[3]);
+      top += __shfl_xor_sync(~0u, top, 1);
+      top += __shfl_xor_sync(~0u, top, 2);
+      const uint32_t e = min(max(__float_as_uint(top) >> 23, 20u), 240u);  // top < 2^(e - 126)
+      const float f = __uint_as_float((253u - e) << 23);                   // 2^(126 - e)
+      if (quad == 0) {
+        const uint32_t at = map_rank(smem + kNotes + (rank * kHeads + own) * 16, owner);
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at + 8 + group * 4), "f"(__uint_as_float((e + 1u) << 23)) : "memory");
+        if (group == 0) asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(m[h]), "f"(l[h]) : "memory");
+      }
+      const uint32_t to = map_rank(region(rank) + group * 8 * kHeads * 64 + own * 64 + quad * 16, owner);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = 16 * j + 4 * i + 2 * h;
+          asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w[i]) : "f"(o[at + 1] * f), "f"(o[at] * f));
+        }
+        asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + j * kHeads * 64), "r"(w[0]), "r"(w[1]),
+                     "r"(w[2]), "r"(w[3])
                      : "memory");
-      if (group == 0 && lane < 16) {
-        const uint32_t at = smem + kMax + rank * 256 + (w4 * 16 + lane) * 4, there = map_rank(at, owner);
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(ld_f1(at)) : "memory");
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there + (kSum - kMax)), "f"(ld_f1(at + (kSum - kMax))) : "memory");
       }
     }
     cluster_sync();
     HR_MARK(59);
-    if (owner != rank) return;
-  } else {
-    named_barrier(1, 256);
-  }
-  HR_MARK(52);
-  float weight[C][2];
+    // 8 heads x 128 channels at a time; blocks are added in the order of their runs.
+    for (int unit = warp; unit < (kHeads + 7) / 8 * 4; unit += 8) {
+      const int octet = unit >> 2, quarter = unit & 3, first = rank * kHeads + octet * 8;  // of the 64 heads
+      const int rows = min(min(kHeads - octet * 8, 64 - first), p.heads - head0 - first);
+      const int own = min(octet * 8 + (lane >> 2), kHeads - 1);
+      float weight[C], top = -INFINITY, sum = 0;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = row0 + 8 * h, head = head0 + row;
-    float top = -INFINITY, sum = 0;
+      for (int r = 0; r < C; ++r) top = fmaxf(top, ld_f1(smem + kNotes + (r * kHeads + own) * 16));
+      const float shift = top == -INFINITY ? 0.0f : top;
 #pragma unroll
-    for (int r = 0; r < C; ++r) top = fmaxf(top, ld_f1(smem + kMax + r * 256 + row * 4));
-    const float shift = top == -INFINITY ? 0.0f : top;
+      for (int r = 0; r < C; ++r) {
+        const float4 x = ld_f4(smem + kNotes + (r * kHeads + own) * 16);
+        weight[r] = exp2_fast(x.x - shift);
+        sum += weight[r] * x.y;
+        weight[r] *= quarter < 2 ? x.z : x.w;
+      }
+      if (p.lse && quarter == 0 && quad == 0 && (lane >> 2) < rows)
+        p.lse[(int64_t)token * p.heads + head0 + rank * kHeads + own] = (top + __log2f(sum)) * kLn2;
+      if (p.sink) sum += exp2_fast(ld_f1(smem + kSink + min(rank * kHeads + own, 63) * 4) * kLog2e - shift);
+      const float f = top == -INFINITY ? 0.0f : kUnscale / sum;
 #pragma unroll
-    for (int r = 0; r < C; ++r) {
-      weight[r][h] = exp2_fast(ld_f1(smem + kMax + r * 256 + row * 4) - shift);
-      sum += weight[r][h] * ld_f1(smem + kSum + r * 256 + row * 4);
+      for (int r = 0; r < C; ++r) weight[r] *= f;
+      float v[32] = {};
+#pragma unroll
+      for (int r = 0; r < C; ++r) {
+        const uint32_t from = region(r) + quarter * 4 * kHeads * 64 + own * 64 + quad * 16;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint4 d = ld_u4(from + j * kHeads * 64);
+          const uint32_t w[4] = {d.x, d.y, d.z, d.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float2 x = __half22float2(*(const __half2*)&w[i]);
+            v[8 * j + 2 * i] = fmaf(weight[r], x.x, v[8 * j + 2 * i]);
+            v[8 * j + 2 * i + 1] = fmaf(weight[r], x.y, v[8 * j + 2 * i + 1]);
+          }
+        }
+      }
+      HR_MARK(54);
+      emit(p, smem, stage, v, token, head0 + first, rows, quarter, lane);
     }
-    if (p.lse && group == 0 && quad == 0 && head < p.heads) p.lse[(int64_t)token * p.heads + head] = (top + __log2f(sum)) * kLn2;
-    if (p.sink) sum += exp2_fast(ld_f1(smem + kSink + row * 4) * kLog2e - shift);
-    const float f = top == -INFINITY ? 0.0f : kUnscale / sum;
-#pragma unroll
-    for (int r = 0; r < C; ++r) weight[r][h] *= f;
-  }
-  HR_MARK(53);
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    float a[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int r = 0; r < C; ++r) {
-      float4 v = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
-      if (C > 1 && r != rank) v = ld_f4(region(r) + i * 512 + lane * 16);
-      a[0] += weight[r][0] * v.x;
-      a[1] += weight[r][0] * v.y;
-      a[2] += weight[r][1] * v.z;
-      a[3] += weight[r][1] * v.w;
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) o[4 * i + k] = a[k];
-  }
-  HR_MARK(54);
-  // Out by way of shared memory, so that stores are whole lines; a warp stages its own rows.
-  const uint32_t stage = smem + kK + (C == 4 ? 98304 + group * 8448 : C == 2 ? 65536 + (group * 2 + (w4 & 1)) * 8448 : warp * 8448);
-  const int rows = min(16, p.heads - head0 - w4 * 16);
-  // The rotary channels of the output, rounded first, as if they had been stored before they are rotated back.
-  auto turn_rotary = [&]() {
-#pragma unroll
-    for (int i = 24; i < 32; ++i) {
-      const uint32_t at = smem + kTurn + (4 * (i - 24) + quad) * 4;
-      const float c = ld_f1(at), s = ld_f1(at + 128);
-      turn_back(o[4 * i], o[4 * i + 1], c, s);
-      turn_back(o[4 * i + 2], o[4 * i + 3], c, s);
-    }
-  };
-  if (p.out8 == nullptr) {
-    if (p.turn_out && group == 1) {
-#pragma unroll
-      for (int i = 96; i < 128; i += 2) round_bf16(o[i], o[i + 1]);
-      turn_rotary();
-    }
-    // Rows of 528 bytes: eight of them lie in different banks, and each is whole for the copy engine.
-    const uint32_t at = stage + ((lane & 7) + (lane & 8)) * 528 + (lane >> 4) * 16;
-#pragma unroll
-    for (int i = 0; i < 32; i += 2)
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at + i * 16),
-                   "r"(pack_bf16(o[4 * i], o[4 * i + 1])), "r"(pack_bf16(o[4 * i + 2], o[4 * i + 3])),
-                   "r"(pack_bf16(o[4 * i + 4], o[4 * i + 5])), "r"(pack_bf16(o[4 * i + 6], o[4 * i + 7]))
-                   : "memory");
-    HR_MARK(55);
-    fence_async();
-    __syncwarp();
-    HR_MARK(56);
-    if (lane < rows) {
-      const __nv_bfloat16* dst = p.out + token * p.out_stride_t + (head0 + w4 * 16 + lane) * p.out_stride_h + group * 256;
-      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 512;" ::"l"(dst), "r"(stage + lane * 528) : "memory");
-      HR_MARK(57);
-      asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-    }
-    return;
-  }
-  // Rounded to bf16 first, so that the fused form gives the bytes of the stand-alone one.
-#pragma unroll
-  for (int i = 0; i < 128; i += 2) round_bf16(o[i], o[i + 1]);
-  if (group == 1) turn_rotary();
-  float top[2][2] = {};
-#pragma unroll
-  for (int i = 0; i < 128; ++i) top[i >> 6][(i >> 1) & 1] = fmaxf(top[i >> 6][(i >> 1) & 1], fabsf(o[i]));
-#pragma unroll
-  for (int g = 0; g < 2; ++g)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float a = top[g][h];
-      a = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
-      a = fmaxf(a, __shfl_xor_sync(~0u, a, 2));
-      const int e = scale_exponent(fmaxf(a, 1e-10f)), head = head0 + row0 + 8 * h;
-      top[g][h] = pow2(-e);
-      if (quad == 0 && head < p.heads)
-        p.out8_scale[(head >> 3) * p.scale_stride_g + token + ((head & 7) * 4 + group * 2 + g) * p.scale_stride_c] = pow2(e);
-    }
-  const uint32_t line = stage + (lane >> 2) * 256 + quad * 2;
-#pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    const uint32_t unit = (i ^ ((lane >> 2) * 2)) * 8;
-    const float s0 = top[i >> 4][0], s1 = top[i >> 4][1];
-    const uint32_t v = pack_e4m3(o[4 * i] * s0, o[4 * i + 1] * s0, o[4 * i + 2] * s1, o[4 * i + 3] * s1);
-    asm volatile("st.shared.b16 [%0], %1;" ::"r"(line + unit), "h"((uint16_t)v) : "memory");
-    asm volatile("st.shared.b16 [%0], %1;" ::"r"(line + 8 * 256 + unit), "h"((uint16_t)(v >> 16)) : "memory");
-  }
-  __syncwarp();
-  const int half = lane >> 4, chunk = lane & 15;  // two rows at a time
-#pragma unroll 4
-  for (int i = half; i < rows; i += 2) {
-    const int head = head0 + w4 * 16 + i;
-    uint8_t* dst = p.out8 + (head >> 3) * p.out8_stride_g + token * p.out8_stride_t + (head & 7) * 512 + group * 256 + chunk * 16;
-    *(uint4*)dst = ld_u4(stage + i * 256 + ((chunk ^ (i & 7)) << 4));
   }
 }
 
@@ -520,21 +609,9 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
   const int rank = C == 1 ? 0 : blockIdx.x, head0 = blockIdx.y * 64, token = blockIdx.z;
   const int group = threadIdx.x >> 7, lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
-  HR_MARK(0);
-  after_previous_kernel();
-  // Whatever does not need the lengths is under way before they are here: q, and slots as if both lists were full.
-  int n0 = p.list[0].lengths ? p.list[0].lengths[token] : 0, n1 = p.list[1].lengths ? p.list[1].lengths[token] : 0;
-  const Cut guess = cut_of(p.list[0].width, p.list[1].width, rank, C);
-  const int entry_row = (warp & 7) * 8 + (lane & 7), quarter = lane >> 3;
-  int32_t slots = -1, later = -1;
-  if (group >= 2) {
-    slots = slot_of(p, guess, token, quarter, entry_row);
-    later = slot_of(p, guess, token, quarter + 4, entry_row);
-  } else {
-    ask_q(p, smem, token, head0, warp, lane);
-  }
   const uint32_t bars = smem + kBars;
-  // full[2], empty[2] of the tiles; written, read of the probabilities. A warp arrives as one.
+  // full[2], empty[2] of the tiles; written, read of the probabilities. A warp arrives as one. Of the numbered barriers 1 joins the
+  // product groups, 2 says that q's last block is in registers, 3 that the first tile has been asked for.
   const uint32_t full = bars, empty = bars + 16, p_full = bars + 32, p_empty = bars + 40;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
@@ -545,7 +622,24 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     mbar_init(p_empty, 4);
     fence_barrier_init();
   }
+  // Whatever does not need the lengths is under way before they are here: slots as if both lists were full.
+  const Cut guess = cut_of(p.list[0].width, p.list[1].width, rank, C);
+  const int entry_row = (warp & 7) * 8 + (lane & 7), quarter = lane >> 3;
+  const int32_t *at_slots = slot_place(p, guess, token, quarter, entry_row),
+                *at_later = slot_place(p, guess, token, quarter + 4, entry_row);
+  const int32_t *at_n0 = p.list[0].lengths ? p.list[0].lengths + token : nullptr,
+                *at_n1 = p.list[1].lengths ? p.list[1].lengths + token : nullptr;
+  // Computed before the wait, so that it hides the parameters' way from memory.
+  asm volatile("" ::"l"(at_slots), "l"(at_later), "l"(at_n0), "l"(at_n1) : "memory");
   __syncthreads();
+  after_previous_kernel();
+  HR_MARK(0);
+  int32_t slots = -1, later = -1;
+  if (group >= 2) {
+    if (at_slots) slots = __ldg(at_slots);
+    if (at_later) later = __ldg(at_later);
+  }
+  int n0 = at_n0 ? __ldg(at_n0) : 0, n1 = at_n1 ? __ldg(at_n1) : 0;
   n0 = min(max(n0, 0), p.list[0].width);
   n1 = min(max(n1, 0), p.list[1].width);
   const Cut c = cut_of(n0, n1, rank, C);
@@ -560,6 +654,8 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     }
   }
   if (group < 2) {
+    named_barrier(3, 512);  // entries first: they have the longer way to go
+    ask_q(p, smem, token, head0, warp, lane);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
     if (p.raw_q) norm_rope_q(p, smem, token, warp, lane);
@@ -579,11 +675,13 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     }
     produce(p, c, smem, token, threadIdx.x - 256, slots, later, full, empty);
     if (C > 1) {
-      cluster_sync();
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      cluster_arrive();
+      cluster_wait();
       cluster_sync();
     }
   } else if (group == 0) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     float o[128];
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0;
@@ -592,6 +690,16 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     bool held = false;  // the previous tile's memory
     const float to_log2 = p.scale * kLog2e * kUnscale;
     const uint64_t q_desc = operand(smem + kQ, 16, 1024);
+    uint32_t qr[32 - 4 * kQBlocks][4];
+#pragma unroll
+    for (int kk = 0; kk < 32 - 4 * kQBlocks; ++kk) {
+      const int row = (warp & 3) * 16 + (lane & 15), chunk = (kk & 3) * 2 + (lane >> 4);
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(qr[kk][0]), "=r"(qr[kk][1]), "=r"(qr[kk][2]), "=r"(qr[kk][3])
+                   : "r"(q_block(smem, kQBlocks + (kk >> 2)) + row * 128 + ((chunk ^ (row & 7)) << 4))
+                   : "memory");
+    }
+    if (c.count > 1) asm volatile("bar.arrive 2, 384;" ::: "memory");
     for (int it = 0; it < c.count; ++it) {
       const int buf = it & 1;
       const uint64_t k_desc = operand(smem + kK + buf * kKBytes, 16, 1024);
@@ -603,37 +711,42 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
 #pragma unroll
       for (int kk = 0; kk < 32; ++kk) {
         uint64_t step = (kk >> 2) * 512 + (kk & 3) * 2;
-        wgmma_qk(s, q_desc + step, k_desc + step, kk != 0);
+        if (kk < 4 * kQBlocks)
+          wgmma_qk(s, q_desc + step, k_desc + step, kk != 0);
+        else
+          wgmma_qk_rs(s, qr[kk - 4 * kQBlocks], k_desc + step, 1);
+        if (kk == 7) {  // a quarter is on its way; all of it would hold the warp until most is done, and with it the tile before
+          wgmma_commit();
+          if (held) {  // the product with the previous tile is older, hence done
+            wgmma_wait<1>();
+#pragma unroll
+            for (int i = 0; i < 4; ++i)  // the tensor cores read these registers until here: keep the compiler off them
+              asm volatile("" ::"r"(pr[i][0]), "r"(pr[i][1]), "r"(pr[i][2]), "r"(pr[i][3]));
+            if (lane == 0) mbar_arrive(empty + 8 * (buf ^ 1));
+          }
+          wgmma_fence();
+        }
       }
       wgmma_commit();
-      if (held) {  // the product with the previous tile is older, hence done
-        wgmma_wait<1>();
-#pragma unroll
-        for (int kk = 0; kk < 4; ++kk)  // the tensor cores read these registers until here: keep the compiler off them
-          asm volatile("" ::"r"(pr[kk][0]), "r"(pr[kk][1]), "r"(pr[kk][2]), "r"(pr[kk][3]));
-        if (lane == 0) mbar_arrive(empty + 8 * (buf ^ 1));
-      }
+      uint2 rows;  // bits: there is an entry
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(rows.x), "=r"(rows.y) : "r"(smem + kHeld + buf * 8));
       wgmma_wait<0>();
       HR_MARK(5 + 4 * it);
+      if (C > 1 && it + 1 == c.count) cluster_arrive();
 
-      float top[2] = {-INFINITY, -INFINITY};
-      const float* bias = (const float*)(shared_bytes + kBias + buf * 256) + 2 * quad;
+      if ((rows.x & rows.y) != ~0u) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float2 b = *(const float2*)(bias + 8 * i);
-        s[4 * i] = fmaf(s[4 * i], to_log2, b.x);
-        s[4 * i + 1] = fmaf(s[4 * i + 1], to_log2, b.y);
-        s[4 * i + 2] = fmaf(s[4 * i + 2], to_log2, b.x);
-        s[4 * i + 3] = fmaf(s[4 * i + 3], to_log2, b.y);
-        top[0] = fmaxf(top[0], fmaxf(s[4 * i], s[4 * i + 1]));
-        top[1] = fmaxf(top[1], fmaxf(s[4 * i + 2], s[4 * i + 3]));
+        for (int i = 0; i < 32; ++i)
+          if (!((i < 16 ? rows.x : rows.y) >> ((i >> 2 & 3) * 8 + 2 * quad + (i & 1)) & 1)) s[i] = -INFINITY;
       }
-      float alpha[2], shift[2];
+      float top[2] = {-INFINITY, -INFINITY}, alpha[2], shift[2];
+#pragma unroll
+      for (int i = 0; i < 32; i += 2) top[i >> 1 & 1] = fmaxf(top[i >> 1 & 1], fmaxf(s[i], s[i + 1]));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
-        top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
-        float now = fmaxf(m[h], top[h]);
+        top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2)) * to_log2;
+        const float now = fmaxf(m[h], top[h]);
         shift[h] = now == -INFINITY ? 0.0f : now;  // no entry yet: every exponential below is exp2(-inf)
         alpha[h] = exp2_fast(m[h] - shift[h]);
         m[h] = now;
@@ -641,8 +754,9 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       }
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        int h = (i >> 1) & 1;
-        s[i] = exp2_fast(s[i] - shift[h]);
+        const int h = i >> 1 & 1;
+        // Rounded before the subtraction, as the maximum was: the largest is exactly one, however large the logits are.
+        s[i] = exp2_fast(__fmul_rn(s[i], to_log2) - shift[h]);
         l[h] += s[i];
       }
 #pragma unroll
@@ -673,10 +787,10 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       }
       wgmma_fence();
 #pragma unroll
-      for (int kk = 0; kk < 4; ++kk) {
-        wgmma_pv_rs(low_half(o), pr[kk], v_desc + kk * 128, 1);
-        wgmma_pv_rs(high_half(o), pr[kk], v_desc + kk * 128 + 1024, 1);
-      }
+      for (int kk = 0; kk < 4; ++kk) wgmma_pv_rs(low_half(o), pr[kk], v_desc + kk * 128, 1);
+      wgmma_commit();
+#pragma unroll
+      for (int kk = 0; kk < 4; ++kk) wgmma_pv_rs(high_half(o), pr[kk], v_desc + kk * 128 + 1024, 1);
       wgmma_commit();
       held = it + 1 < c.count;
       // If the next tile is late, there is time to see this one through, so that its memory is free the sooner.
@@ -686,22 +800,17 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
         held = false;
       }
     }
-    wgmma_wait<0>();
     HR_MARK(60);
+    if (C > 1 && c.count == 0) cluster_arrive();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       l[h] += __shfl_xor_sync(~0u, l[h], 1);
       l[h] += __shfl_xor_sync(~0u, l[h], 2);
-      if (quad == 0) {
-        const uint32_t at = smem + kMax + rank * 256 + (row0 + 8 * h) * 4;
-        st_shared_b32(at, __float_as_uint(m[h]));
-        st_shared_b32(at + (kSum - kMax), __float_as_uint(l[h]));
-      }
     }
-    finish<C>(p, smem, o, token, head0, rank, group, warp, lane);
+    finish<C>(p, smem, o, m, l, token, head0, rank, group, warp, lane);
     HR_MARK(62);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 176;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
     float o[128];
 #pragma unroll
     for (int i = 0; i < 128; ++i) o[i] = 0;
@@ -720,11 +829,12 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       }
       wgmma_fence();
 #pragma unroll
-      for (int kk = 0; kk < 4; ++kk) {
-        wgmma_pv_ss(low_half(o), p_desc + kk * 2, v_desc + kk * 128, 1);
-        wgmma_pv_ss(high_half(o), p_desc + kk * 2, v_desc + kk * 128 + 1024, 1);
-      }
+      for (int kk = 0; kk < 4; ++kk) wgmma_pv_ss(low_half(o), p_desc + kk * 2, v_desc + kk * 128, 1);
       wgmma_commit();
+#pragma unroll
+      for (int kk = 0; kk < 4; ++kk) wgmma_pv_ss(high_half(o), p_desc + kk * 2, v_desc + kk * 128 + 1024, 1);
+      wgmma_commit();
+      if (it + 1 == c.count) break;
       wgmma_wait<0>();
       HR_MARK(5 + 4 * it);
       if (lane == 0) {
@@ -732,7 +842,9 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
         mbar_arrive(p_empty);
       }
     }
-    finish<C>(p, smem, o, token, head0, rank, group, warp, lane);
+    if (C > 1) cluster_arrive();
+    float none[2] = {};
+    finish<C>(p, smem, o, none, none, token, head0, rank, group, warp, lane);
     HR_MARK(62);
   }
 }
@@ -742,6 +854,7 @@ static cudaError_t launch(const Params& p, cudaStream_t stream) {
   static bool ready = false;
   if (!ready) {
     cudaError_t e = cudaFuncSetAttribute(decode_attention<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+    if (e == cudaSuccess && C > 8) e = cudaFuncSetAttribute(decode_attention<C>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (e != cudaSuccess) return e;
     ready = true;
   }
@@ -766,6 +879,8 @@ extern "C" int hr_decode_attention(const Params* p, int split, void* stream) {
     case 1: return launch<1>(*p, s);
     case 2: return launch<2>(*p, s);
     case 4: return launch<4>(*p, s);
+    case 5: return launch<5>(*p, s);
+    case 10: return launch<10>(*p, s);  // of c4a's ten tiles one each
     default: return (int)cudaErrorInvalidValue;
   }
 }

@@ -24,7 +24,7 @@ from torch import Tensor
 from . import build
 
 NOPE, ROPE, GROUP, ROW_BYTES, ENTRY_BYTES = 448, 64, 64, 576, 584
-SPLITS = (1, 2, 4)
+SPLITS = (1, 2, 4, 5, 10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +143,7 @@ def decode_attention(
     assert q_BHD.dtype == torch.bfloat16
     assert q_BHD.stride(2) == 1
     assert split in SPLITS
+    assert scale > 0
     fused = raw_q or turn_out or quantised is not None
     if fused:
         assert positions_B is not None

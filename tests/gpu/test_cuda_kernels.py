@@ -111,6 +111,22 @@ def test_decode_attention_does_not_depend_on_the_batch(split: int) -> None:
 
 
 @pytest.mark.parametrize("split", k5.SPLITS)
+def test_decode_attention_is_finite_however_large_the_logits(split: int) -> None:
+    """Entries near 2^110: the largest logit still weighs exactly one."""
+    torch.manual_seed(9)
+    raw = torch.randint(0, 120, (2, page_stride(64)), dtype=torch.uint8, device=DEV)  # finite bf16, scales below one
+    slots = torch.randperm(128, device=DEV)[None].to(torch.int32)
+    entries = k5.EntryList(
+        pages=raw, page_entries=64, slots_BW=slots, lengths_B=torch.tensor([128], device=DEV, dtype=torch.int32)
+    )
+    q = torch.randn(1, 64, 512, device=DEV).to(torch.bfloat16)
+    out = torch.empty_like(q)
+    k5.decode_attention(q, entries, None, sink_H=None, split=split, out_BHD=out)
+    want, _ = k5.decode_attention_reference(q, entries, None, sink_H=None)
+    assert error(out, want) < 5e-3
+
+
+@pytest.mark.parametrize("split", k5.SPLITS)
 def test_fused_ends_give_the_bytes_of_the_separate_steps(split: int) -> None:
     """Raw q in and e4m3 out equal norm + rotary before and inverse rotary + quantisation after, up to rare rounding."""
     torch.manual_seed(7)

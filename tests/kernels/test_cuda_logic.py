@@ -24,13 +24,14 @@ def test_e4m3_bits_shift_into_bf16() -> None:
     assert number.sum() == 254
 
 
-def test_four_codes_become_bf16_in_order() -> None:
-    """Low and high nibbles moved apart and picked together, as decode4 does, give the same bits as one code alone."""
-    for code in range(0, 256, 4):
-        word = sum(c << (8 * i) for i, c in enumerate(range(code, code + 4)))
-        low, high = word * 16 & 0xF0F0F0F0, (word & 0x80808080) | (word >> 4 & 0x07070707)
-        got = [((high >> (8 * i)) & 255) << 8 | (low >> (8 * i)) & 255 for i in range(4)]
-        assert got == [((c & 0x80) << 8) | ((c & 0x7F) << 4) for c in range(code, code + 4)]
+def test_two_codes_become_bf16_in_order() -> None:
+    """Two codes a byte apart, times 16, the sign carried from bit 11 to bit 15, as decode4 does: the bits of each code
+    alone."""
+    for low in range(256):
+        for high in range(256):
+            got = ((high << 16 | low) * 16 + 0x78007800) & 0xFFFFFFFF & 0x87F087F0
+            want = [((c & 0x80) << 8) | ((c & 0x7F) << 4) for c in (low, high)]
+            assert got == want[1] << 16 | want[0]
 
 
 def test_folded_key_codes_are_exact() -> None:
@@ -177,6 +178,66 @@ def test_pieces_of_a_tile_fill_it_once() -> None:
         written.add((lane >> 2, 7 * 8 + 4 + part))
     assert read == {(row, byte) for row in range(8) for byte in range(0, 576, 16)}
     assert written == {(row, chunk) for row in range(8) for chunk in range(64)}
+
+
+def test_factors_come_from_the_lane_that_has_them() -> None:
+    """A lane of decode_attention.cu knows the scales of row lane % 8, groups lane / 8 and 4 + lane / 8; a piece's rows
+    have the parity of the lane that converts it."""
+    for lane in range(32):
+        parity, quarter = lane >> 2 & 1, lane >> 3
+        for i in range(4):
+            source = (lane & 24) + 2 * i + parity
+            assert (source & 7, source >> 3) == (2 * i + parity, quarter)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 8, 17])
+def test_pieces_are_waited_for_before_they_are_read(tiles: int) -> None:
+    """Nine pieces of a tile pass a ring of seven in decode_attention.cu; the first tile is asked for whole. Of the
+    groups of copies that a thread has asked for, all but the youngest n are complete after a wait for n."""
+    pieces, ring = 9, 7
+    asked: list[object] = []
+    place: dict[object, object] = {}
+
+    def ask(what: object, at: object = None) -> None:
+        asked.append(what)
+        if at is not None:
+            place[at] = what
+
+    def complete(newer: int) -> set[object]:
+        return set(asked[: len(asked) - newer])
+
+    ask("scales 0")
+    for k in range(pieces):
+        ask((0, k), k if k < ring else f"beside {k}")
+    turn = 0
+    for it in range(tiles):
+        first = it == 0
+        ahead = pieces if first else ring
+        here = complete(ahead - 1)
+        assert {f"scales {it}", (it, 0)} <= here
+        for k in range(pieces):
+            if k == pieces - ahead:
+                ask(f"scales {it + 1}")
+            at = f"beside {k}" if first and k >= ring else turn
+            assert place[at] == (it, k)
+            if not first or k < ring:
+                turn = (turn + 1) % ring
+            assert (it, k) in here
+            if k + 1 < pieces:
+                here = complete(ahead - 2 if k < pieces - ahead else ahead - 1)
+            if not first or k < ring:
+                after = k + ahead
+                ask((it + after // pieces, after % pieces), at)
+
+
+@pytest.mark.parametrize("split", [n for n in decode_attention.SPLITS if n > 1])
+def test_heads_are_shared_among_blocks_once(split: int) -> None:
+    """Each block of a cluster ends its heads; what it is sent fits where q and the ring were, notes in their place."""
+    heads = -(-64 // split)
+    assert [row // heads for row in range(64)] == sorted(row // heads for row in range(64))
+    assert max(row // heads for row in range(64)) == split - 1
+    assert split * heads * 1024 <= 7 * 8192 + 7 * 4096
+    assert split * heads <= 72
 
 
 @pytest.mark.parametrize("tiles", [1, 3, 4, 9, 23])
