@@ -1,4 +1,4 @@
-// What the two kernels of prefill attention share: loads of q and of rows, sums over a quad, the store of the output.
+// What the two kernels of prefill attention share: loads of q and of rows, sums over a quad, the way of the output to memory.
 #pragma once
 #include <cuda.h>
 
@@ -22,11 +22,21 @@ __device__ __forceinline__ void settled(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// 64 heads x 64 channels of one query.
+// 64 heads x 64 channels of one query to shared memory, 16 heads x 64 channels from there.
 __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map, int channel, int head, int query, uint32_t bar) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
                "l"(map), "r"(channel), "r"(head), "r"(query), "r"(bar)
                : "memory");
+}
+
+__device__ __forceinline__ void tensor_store(const CUtensorMap* map, int channel, int head, int query, uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map), "r"(channel), "r"(head),
+               "r"(query), "r"(from)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void tensor_stores_read() {  // the thread's own stores: their shared memory is free again
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 __device__ __forceinline__ float quad_max(float v) {
@@ -38,41 +48,15 @@ __device__ __forceinline__ float quad_sum(float v) {
   return v + __shfl_xor_sync(~0u, v, 2);
 }
 
-// Word i of lane l of a quad becomes word l of lane i: eight neighbouring columns come together in one lane.
-__device__ __forceinline__ uint4 turn(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int quad) {
-  const bool odd = quad & 1, high = quad & 2;
-  uint32_t x = __shfl_xor_sync(~0u, odd ? a : b, 1), y = __shfl_xor_sync(~0u, odd ? c : d, 1);
-  if (odd) a = x, c = y; else b = x, d = y;
-  x = __shfl_xor_sync(~0u, high ? a : c, 2);
-  y = __shfl_xor_sync(~0u, high ? b : d, 2);
-  if (high) a = x, b = y; else c = x, d = y;
-  return make_uint4(a, b, c, d);
+// Four 8 x 8 matrices of bf16, as accumulators have them; lane l gives the place of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices(uint32_t addr, const uint32_t (&w)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
 }
-
-// 64 channels of the output: 8 blocks of 8 columns, of which a quad's lanes have two columns each (a word), of rows r and r + 8 in turn.
-__device__ __forceinline__ void store_packed(const uint32_t (&w)[16], __nv_bfloat16* upper, int64_t to_lower, int quad, bool has_upper,
-                                             bool has_lower) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint4 a = turn(w[8 * i], w[8 * i + 2], w[8 * i + 4], w[8 * i + 6], quad);
-    const uint4 b = turn(w[8 * i + 1], w[8 * i + 3], w[8 * i + 5], w[8 * i + 7], quad);
-    if (has_upper) *(uint4*)(upper + (4 * i + quad) * 8) = a;
-    if (has_lower) *(uint4*)(upper + to_lower + (4 * i + quad) * 8) = b;
-  }
-}
-__device__ __forceinline__ void store_part(const float (&o)[32], const float (&f)[2], __nv_bfloat16* upper, int64_t to_lower, int quad,
-                                           bool has_upper, bool has_lower) {
-  uint32_t w[16];
-#pragma unroll
-  for (int c = 0; c < 16; ++c) w[c] = pack_bf16(o[2 * c] * f[c & 1], o[2 * c + 1] * f[c & 1]);
-  store_packed(w, upper, to_lower, quad, has_upper, has_lower);
-}
-
-__device__ __forceinline__ float (&low_half(float (&o)[128]))[64] { return *(float(*)[64])(o); }
-__device__ __forceinline__ float (&high_half(float (&o)[128]))[64] { return *(float(*)[64])(o + 64); }
 
 // The driver's encoder of tensor maps, found at run time: the object needs no driver library to link with.
-inline cudaError_t encode_q(CUtensorMap* map, const void* q, int heads, int queries, int64_t stride_h, int64_t stride_t) {
+// Boxes of box_heads heads x 64 channels of one query, under the 128-byte swizzle in shared memory.
+inline cudaError_t encode_heads(CUtensorMap* map, const void* x, int heads, int queries, int64_t stride_h, int64_t stride_t, int box_heads) {
   static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   if (!encode) {
     void* found = nullptr;
@@ -83,18 +67,20 @@ inline cudaError_t encode_q(CUtensorMap* map, const void* q, int heads, int quer
     encode = (decltype(encode))found;
   }
   const cuuint64_t dims[3] = {512, (cuuint64_t)heads, (cuuint64_t)queries}, strides[2] = {(cuuint64_t)stride_h * 2, (cuuint64_t)stride_t * 2};
-  const cuuint32_t box[3] = {64, 64, 1}, step[3] = {1, 1, 1};
-  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void*)q, dims, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+  const cuuint32_t box[3] = {64, (cuuint32_t)box_heads, 1}, step[3] = {1, 1, 1};
+  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void*)x, dims, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// The kernel gets maps of q, 64 heads a box, and of the output, 16 heads a box.
 template <class P>
-inline cudaError_t launch_prefill(void (*kernel)(CUtensorMap, P), const P& p, const void* q, int64_t stride_t, int64_t stride_h, int blocks,
-                                  uint32_t smem_bytes, cudaStream_t stream) {
+inline cudaError_t launch_prefill(void (*kernel)(CUtensorMap, CUtensorMap, P), const P& p, const void* q, int64_t stride_t, int64_t stride_h,
+                                  int blocks, uint32_t smem_bytes, cudaStream_t stream) {
   if (p.queries == 0) return cudaSuccess;
-  CUtensorMap map;
-  cudaError_t e = encode_q(&map, q, p.heads, p.queries, stride_h, stride_t);
+  CUtensorMap q_map, out_map;
+  cudaError_t e = encode_heads(&q_map, q, p.heads, p.queries, stride_h, stride_t, 64);
+  if (e == cudaSuccess) e = encode_heads(&out_map, p.out, p.heads, p.queries, p.out_stride_h, p.out_stride_t, 16);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
   if (e != cudaSuccess) return e;
   cudaLaunchConfig_t cfg = {};
@@ -105,7 +91,7 @@ inline cudaError_t launch_prefill(void (*kernel)(CUtensorMap, P), const P& p, co
   cudaLaunchAttribute attr = early_launch();
   cfg.attrs = &attr;
   cfg.numAttrs = 1;
-  return cudaLaunchKernelEx(&cfg, kernel, map, p);
+  return cudaLaunchKernelEx(&cfg, kernel, q_map, out_map, p);
 }
 
 }  // namespace hr

@@ -13,6 +13,7 @@ Shape letters: T queries, H heads, R workspace rows, W places of a list, D = 512
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class _RowsParams(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("heads", ctypes.c_int32),
         ("queries", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("chunk", ctypes.c_int32),  # set at launch
     )
 
 
@@ -139,23 +140,25 @@ def prefill_window(
         sink_H: [H] fp32 or None. lse_TH: [T, H] fp32, natural logarithm, or None.
     """
     assert q_THD.dtype == octets.dtype == out_THD.dtype == torch.bfloat16
-    assert q_THD.stride(2) == out_THD.stride(2) == 1
     assert octets.is_contiguous()
-    assert row_T.dtype == length_T.dtype == torch.int32
-    assert row_T.is_contiguous()
-    assert length_T.is_contiguous()
+    for x in (row_T, length_T):
+        assert x.dtype == torch.int32
+        assert x.is_contiguous()
+    queries, heads, _ = q_THD.shape
+    out_stride_t, out_stride_h, out_stride_d = out_THD.stride()
+    assert out_stride_d == 1
     params = _WindowParams(
-        rows=build.address(octets),
-        row=build.address(row_T),
-        length=build.address(length_T),
-        sink=build.address(sink_H),
-        out=build.address(out_THD),
-        out_stride_t=out_THD.stride(0),
-        out_stride_h=out_THD.stride(1),
-        lse=build.address(lse_TH),
-        scale=scale,
-        heads=q_THD.shape[1],
-        queries=q_THD.shape[0],
+        build.address(octets),
+        build.address(row_T),
+        build.address(length_T),
+        build.address(sink_H),
+        build.address(out_THD),
+        out_stride_t,
+        out_stride_h,
+        build.address(lse_TH),
+        scale,
+        heads,
+        queries,
     )
     _launch("prefill_window", params, q_THD)
 
@@ -179,51 +182,63 @@ def prefill_rows(
 
     Args:
         q_THD, window, row_T, length_T, sink_H, out_THD, lse_TH: as for `prefill_window`, but row_T and the order of
-            queries are free.
+            queries are free with list_TW.
         second: workspace of the second list's rows. count_T: int32 [T], how many of them a query has.
         list_TW: int32 [T, W], its rows (negative: none), stride(1) = 1: the form for selected entries. Without it they
             are rows first_T[t] (int32, multiple of 8) to first_T[t] + count_T[t] - 1; the last octet must be finite
             throughout.
     """
     assert q_THD.dtype == window.dtype == second.dtype == out_THD.dtype == torch.bfloat16
-    assert q_THD.stride(2) == out_THD.stride(2) == 1
     assert window.is_contiguous()
     assert second.is_contiguous()
     assert (list_TW is None) != (first_T is None)
     for x in (row_T, length_T, count_T) if first_T is None else (row_T, length_T, count_T, first_T):
         assert x.dtype == torch.int32
         assert x.is_contiguous()
+    list_stride = 0
     if list_TW is not None:
+        list_stride, unit = list_TW.stride()
         assert list_TW.dtype == torch.int32
-        assert list_TW.stride(1) == 1
+        assert unit == 1
+    queries, heads, _ = q_THD.shape
+    out_stride_t, out_stride_h, out_stride_d = out_THD.stride()
+    assert out_stride_d == 1
     params = _RowsParams(
-        window=build.address(window),
-        row=build.address(row_T),
-        length=build.address(length_T),
-        second=build.address(second),
-        list=build.address(list_TW),
-        list_stride=0 if list_TW is None else list_TW.stride(0),
-        first=build.address(first_T),
-        count=build.address(count_T),
-        sink=build.address(sink_H),
-        out=build.address(out_THD),
-        out_stride_t=out_THD.stride(0),
-        out_stride_h=out_THD.stride(1),
-        lse=build.address(lse_TH),
-        scale=scale,
-        heads=q_THD.shape[1],
-        queries=q_THD.shape[0],
+        build.address(window),
+        build.address(row_T),
+        build.address(length_T),
+        build.address(second),
+        build.address(list_TW),
+        list_stride,
+        build.address(first_T),
+        build.address(count_T),
+        build.address(sink_H),
+        build.address(out_THD),
+        out_stride_t,
+        out_stride_h,
+        build.address(lse_TH),
+        scale,
+        heads,
+        queries,
     )
     _launch("prefill_rows", params, q_THD)
 
 
+@functools.cache
+def _blocks(device: torch.device) -> int:
+    """Multiprocessors of a device: asking torch each time takes longer than the launch."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _launch(name: str, params: ctypes.Structure, q_THD: Tensor) -> None:
+    stride_t, stride_h, stride_d = q_THD.stride()
+    assert stride_d == 1
     status = getattr(build.load(f"{name}.cu"), f"hr_{name}")(
         ctypes.byref(params),
-        ctypes.c_void_p(build.address(q_THD)),
-        ctypes.c_int64(q_THD.stride(0)),
-        ctypes.c_int64(q_THD.stride(1)),
-        torch.cuda.get_device_properties(q_THD.device).multi_processor_count,
+        ctypes.c_void_p(q_THD.data_ptr()),
+        ctypes.c_int64(stride_t),
+        ctypes.c_int64(stride_h),
+        _blocks(q_THD.device),
         ctypes.c_void_p(build.current_stream()),
     )
     build.check(status, name)

@@ -1,13 +1,17 @@
 // K6, compressed layers: prefill attention over the window and a second list, selected rows (c4a) or a dense prefix (c128a), with a sink;
 // K = V = the row of 512 channels [BI].
 //
-// Rows come from bf16 workspaces of octets (see prefill_window.cu). A query's rows are cut into tiles of 64: the window's, from its first
-// row on, then the second list's. A query's bits depend on its own lists alone.
+// Rows come from bf16 workspaces of octets (see prefill_window.cu). A query's rows are cut into tiles of 64. With a list: the window's, from
+// its first row on, then the list's. Dense: whole octets, see `Dense`; there the cut also depends on the row's place in its octet and on
+// whether it is odd, so callers keep rows equal to positions modulo 8. A query's bits depend on nothing else.
 //
-// A block stays on its multiprocessor and takes every n-th query, 64 heads each, as one stream of tiles: rows and q of the next
-// query are on their way while this one ends, and its output is stored under the next one's first product. Three warps gather rows
-// by cp.async (a dense tile is one bulk copy), one loads q, both into swizzled operands. Warp-group 0 multiplies q by the tile, does the
-// softmax and the product with channels 0..255; warp-group 1 that with channels 256..511, from the weights left in shared memory.
+// A block stays on its multiprocessor and takes queries, 64 heads each, as one stream of tiles. Two warp-groups take the tiles in turn, each
+// with all of the next one's logits and softmax, and each makes 256 of the 512 output channels: of its own tile from the weights in
+// its registers, of the other group's from shared memory. So each multiplies while the other exponentiates. Maximum and sum go to
+// and fro with the weights. The third group loads: rows by cp.async (or, dense, by bulk copies), q by the copy engine; a tile is loaded
+// and given back in halves of 256 channels, as the products need it. What a tile is, is told in a note.
+//
+// Dense lists run up in even rows and down in odd ones: a query then begins with the two tiles that the one before ended with.
 #include "prefill.cuh"
 
 using namespace hr;
@@ -15,7 +19,7 @@ using namespace hr;
 struct Params {
   const uint8_t* window;     // workspace of the window's rows
   const int32_t* row;        // [T]: the query's own row, the last one of its window
-  const int32_t* length;     // [T]: rows of its window
+  const int32_t* length;     // [T]: rows of its window, at most 128
   const uint8_t* second;     // workspace of the second list's rows
   const int32_t* list;       // [T, width]: rows, negative: none; null: rows first[t] .. first[t] + count[t] - 1
   int64_t list_stride;
@@ -26,313 +30,577 @@ struct Params {
   int64_t out_stride_t, out_stride_h;
   float* lse;  // [T, H] or null
   float scale;
-  int32_t heads, queries, unused;
+  int32_t heads, queries;
+  int32_t chunk;  // dense: queries in a row for one block, set at launch
 };
 
 namespace {
 
-constexpr int kTile = 64, kLoaders = 96;
-constexpr uint32_t kTileBytes = 65536, kQ = 2 * kTileBytes, kP = kQ + 65536;  // two tiles, q, weights [2] of 64 x 64 bf16
-constexpr uint32_t kAlpha = kP + 16384, kBias = kAlpha + 512, kFactor = kBias + 512;  // [2][64] fp32 each
-constexpr uint32_t kBars = kFactor + 512;  // full[2], empty[2], weights full[2], empty[2], q full[8], q empty
-constexpr uint32_t kSmemBytes = kBars + 8 * 17;
+constexpr int kTile = 64, kLoaders = 96, kNotes = 8;
+constexpr uint32_t kTileBytes = 65536, kHalf = 4096;          // of an octet, half is half of the channels
+constexpr uint32_t kQ = 2 * kTileBytes, kP = kQ + 65536;      // two tiles, q, weights of a tile: 64 x 64 bf16
+constexpr uint32_t kStage = kP + 8192;                        // [8 warps] 16 heads x 64 channels of the output
+constexpr uint32_t kState = kStage + 16384;                   // after a tile: maximum and sum of each thread's two heads
+constexpr uint32_t kBias = kState + 2048;                     // [kNotes][64] fp32: 0, or -inf where no row is
+constexpr uint32_t kNote = kBias + kNotes * 256;              // [kNotes] of what, query
+constexpr uint32_t kBars = kNote + kNotes * 8;                // full, empty [2 tiles][2 halves]; q full, q empty [2 halves]; weights; notes
+constexpr uint32_t kSmemBytes = kBars + 8 * (13 + kNotes);
 
-struct Query {
-  int row, length, count, window_tiles, tiles;
-};
-__device__ __forceinline__ Query query_at(const Params& p, int i) {
-  Query q;
-  q.row = __ldg(p.row + i);
-  q.length = __ldg(p.length + i);
-  q.count = __ldg(p.count + i);
-  q.window_tiles = (q.length + kTile - 1) / kTile;
-  q.tiles = max(1, q.window_tiles + (q.count + kTile - 1) / kTile);
-  return q;
+// What a note says of a tile: its place in the query, the buffer it lies in, whether the query after needs it there, too. Queries alternate
+// in kQueryParity, loads of a buffer in kLoadParity, as the phases of their barriers do.
+constexpr int kFirst = 1, kSecond = 2, kLast = 4, kLeaves = 8, kBuffer = 16, kLoadParity = 32, kKept = 64, kEnd = 128, kQueryParity = 256;
+
+// A higher maximum counts only if it is so much higher (log2): weights up to 256 are as exact as those up to 1, and sums need no rescaling.
+constexpr float kSlack = 8;
+
+// 64 heads x 256 channels.
+__device__ __forceinline__ void wgmma_pv_ss256(float (&d)[128], uint64_t desc_a, uint64_t desc_b, int accumulate) {
+  asm volatile("{\n.reg .pred p;\n"
+               "setp.ne.b32 p, %130, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+               "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+               "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+               "}, %128, %129, p, 1, 1, 0, 1;\n}\n"
+               :
+                 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+                 "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+                 "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+                 "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+                 "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+                 "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+                 "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+                 "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+                 "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+               : "l"(desc_a), "l"(desc_b), "r"(accumulate));
+}
+__device__ __forceinline__ void wgmma_pv_rs256(float (&d)[128], const uint32_t (&a)[4], uint64_t desc_b, int accumulate) {
+  asm volatile("{\n.reg .pred p;\n"
+               "setp.ne.b32 p, %133, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+               "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+               "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+               "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}\n"
+               :
+                 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+                 "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+                 "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+                 "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+                 "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+                 "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+                 "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+                 "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+                 "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(accumulate));
 }
 
-__device__ __forceinline__ float (&piece(float (&o)[128], int i))[32] { return *(float(*)[32])(o + 32 * i); }
+__device__ __forceinline__ float4 ld_shared_f4(uint32_t addr) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr) : "memory");
+  return v;
+}
+__device__ __forceinline__ int2 ld_shared_i2(uint32_t addr) {
+  int2 v;
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(addr) : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_shared_i2(uint32_t addr, int x, int y) {
+  asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(addr), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ bool all_of_group(int barrier, bool v) {  // whether all 128 threads say so
+  int r;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.and.pred q, %2, 128, p;\nselp.b32 %0, 1, 0, q;\n}\n"
+               : "=r"(r)
+               : "r"((int)v), "r"(barrier)
+               : "memory");
+  return r;
+}
+
+// A block's queries: every n-th one, or (dense) every n-th run of `chunk`.
+template <bool kDense>
+__device__ __forceinline__ int first_query(const Params& p) {
+  return kDense ? blockIdx.x * p.chunk : blockIdx.x;
+}
+template <bool kDense>
+__device__ __forceinline__ int next_query(const Params& p, int i) {
+  if (!kDense) return i + gridDim.x;
+  return (i + 1) % p.chunk ? i + 1 : i + 1 + ((int)gridDim.x - 1) * p.chunk;
+}
+
+// The octets of a tile: of the second list, then of the window.
+struct Tile {
+  int far_first, far, near_first, near;
+  __device__ __forceinline__ bool operator==(const Tile& b) const {
+    return far_first == b.far_first && far == b.far && near_first == b.near_first && near == b.near;
+  }
+};
+// A query's tiles, dense: those of the second list, to the last of which the window's first octet is added if the window has 17, then
+// the window's other octets, cut from its end. Queries whose rows share an octet so have their last two tiles in common.
+struct Dense {
+  int row, start, count, first, near, far, far_tiles, tiles;
+  __device__ __forceinline__ Dense(const Params& p, int i) {
+    tiles = 0;
+    if (i >= p.queries) return;
+    row = __ldg(p.row + i);
+    const int length = __ldg(p.length + i);
+    count = max(0, __ldg(p.count + i));
+    first = __ldg(p.first + i) >> 3;
+    start = row - length + 1;
+    near = length > 0 ? (row >> 3) - (start >> 3) + 1 : 0;
+    far = (count + 7) >> 3;
+    far_tiles = (far + max(0, near - 16) + 7) >> 3;
+    tiles = max(1, far_tiles + ((min(near, 16) + 7) >> 3));
+  }
+  __device__ __forceinline__ Tile tile(int t) const {  // the t-th in this query's order
+    const int u = row & 1 ? tiles - 1 - t : t;
+    Tile x = {0, 0, 0, 0};
+    if (u < far_tiles) {
+      x.far = min(8, far - 8 * u);
+      x.far_first = x.far > 0 ? first + 8 * u : 0;
+      if (u == far_tiles - 1 && near > 16) x.near = near - 16, x.near_first = start >> 3;
+    } else if (near > 0) {
+      const int behind = 8 * (tiles - 1 - u);
+      x.near = min(8, min(near, 16) - behind);
+      x.near_first = (row >> 3) - behind - x.near + 1;
+    }
+    return x;
+  }
+  __device__ __forceinline__ bool has(const Tile& x, int r) const {  // whether the tile's row r is one of the query's
+    const int octet = r >> 3, near_row = (x.near_first + octet - x.far) * 8 + (r & 7);
+    if (octet < x.far) return (x.far_first - first) * 8 + r < count;
+    return octet < x.far + x.near && near_row >= start && near_row <= row;
+  }
+};
+
+// Where the warps that gather are: tile t of query i, the k-th of the block.
+struct Gather {
+  int i, k = 0, t = 0, row, length, count, window_tiles, tiles;
+  __device__ __forceinline__ explicit Gather(const Params& p) {
+    i = first_query<false>(p);
+    enter(p);
+  }
+  __device__ __forceinline__ void enter(const Params& p) {
+    if (i >= p.queries) return;
+    row = __ldg(p.row + i);
+    length = __ldg(p.length + i);
+    count = __ldg(p.count + i);
+    window_tiles = (length + kTile - 1) / kTile;
+    tiles = max(1, window_tiles + (count + kTile - 1) / kTile);
+  }
+  __device__ __forceinline__ void advance(const Params& p) {
+    if (++t < tiles) return;
+    t = 0;
+    ++k;
+    i = next_query<false>(p, i);
+    enter(p);
+  }
+  __device__ __forceinline__ int read(const Params& p, int r) const {  // the workspace row of the tile's row r, negative: none
+    const bool in_window = t < window_tiles;
+    const int at = (in_window ? t : t - window_tiles) * kTile + r;
+    if (i >= p.queries || r >= kTile || at >= (in_window ? length : count)) return -1;
+    if (in_window) return row - length + 1 + at;
+    int from;
+    asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(from) : "l"(p.list + i * p.list_stride + at));
+    return from;
+  }
+};
+
+__device__ __forceinline__ int places(int t, int tiles) {
+  return (t == 0 ? kFirst : 0) | (t == 1 ? kSecond : 0) | (t + 1 == tiles ? kLast : 0) | (t + 2 >= tiles ? kLeaves : 0);
+}
+
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
 
 }  // namespace
 
-// q_map: q in boxes of 64 heads x 64 channels, swizzled.
-__global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ Params p) {
+// q_map: q in boxes of 64 heads x 64 channels; out_map: the output in boxes of 16 heads.
+template <bool kDense>
+__global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap out_map,
+                                                       const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t smem = smem_u32(shared_bytes);
   const int group = threadIdx.x >> 7, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head0 = blockIdx.y * 64;
-  const uint32_t full = smem + kBars, empty = full + 16, p_full = full + 32, p_empty = full + 48, q_full = full + 64, q_empty = full + 128;
+  const uint32_t full = smem + kBars, empty = full + 32, q_full = full + 64, q_empty = full + 80, p_full = full + 96, noted = full + 104;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) {
-      mbar_init(full + 8 * i, kLoaders + 3);
-      mbar_init(empty + 8 * i, 8);
-      mbar_init(p_full + 8 * i, 4);
-      mbar_init(p_empty + 8 * i, 4);
+    for (int i = 0; i < 4; ++i) {
+      mbar_init(full + 8 * i, kDense ? 1 : kLoaders);
+      mbar_init(empty + 8 * i, 4);
     }
-    for (int i = 0; i < 8; ++i) mbar_init(q_full + 8 * i, 1);
-    mbar_init(q_empty, 4);
+    for (int i = 0; i < 2; ++i) {
+      mbar_init(q_full + 8 * i, 1);
+      mbar_init(q_empty + 8 * i, 8);
+    }
+    mbar_init(p_full, 4);
+    for (int i = 0; i < kNotes; ++i) mbar_init(noted + 8 * i, kDense ? 1 : 3);
     fence_barrier_init();
   }
   // Rows past a list's end keep what memory held, and weight 0 times that could be NaN.
-  for (uint32_t at = threadIdx.x * 16; at < 2 * kTileBytes; at += 384 * 16) st_shared_v4(smem + at, make_uint4(0, 0, 0, 0));
+  for (uint32_t at = threadIdx.x * 16; at < kStage; at += 384 * 16) st_shared_v4(smem + at, make_uint4(0, 0, 0, 0));
   fence_async();
   __syncthreads();
   after_previous_kernel();
 
   if (group == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
     if (warp == 11) {  // q
       if (lane != 0) return;
       int k = 0;
-      for (int i = blockIdx.x; i < p.queries; i += gridDim.x, ++k) {
-        if (k > 0) mbar_wait(q_empty, (k - 1) & 1);
-        for (int block = 0; block < 8; ++block) {
-          mbar_expect(q_full + 8 * block, 8192);
-          tensor_load(smem + kQ + block * 8192, &q_map, block * 64, head0, i, q_full + 8 * block);
+      for (int i = first_query<kDense>(p); i < p.queries; i = next_query<kDense>(p, i), ++k)
+        for (int half = 0; half < 2; ++half) {
+          if (k > 0) mbar_wait(q_empty + 8 * half, (k - 1) & 1);
+          mbar_expect(q_full + 8 * half, 32768);
+          for (int block = 4 * half; block < 4 * half + 4; ++block)
+            tensor_load(smem + kQ + block * 8192, &q_map, block * 64, head0, i, q_full + 8 * half);
         }
-      }
       return;
     }
-    const int loader = warp - 8, sub = lane >> 3, chunk = lane & 7;
+    const auto note = [&](int it, int what, int query) {  // the warp's biases are in place
+      const int slot = it & (kNotes - 1);
+      if (threadIdx.x == 256) st_shared_i2(smem + kNote + slot * 8, what, query);
+      __syncwarp();
+      if (lane == 0) mbar_arrive(noted + 8 * slot);
+    };
+    const auto bias = [&](int it, int r, bool in) { st_shared_b32(smem + kBias + (it & (kNotes - 1)) * 256 + r * 4, in ? 0u : 0xff800000u); };
     int it = 0;
-    for (int i = blockIdx.x; i < p.queries; i += gridDim.x) {
-      const Query q = query_at(p, i);
-      for (int t = 0; t < q.tiles; ++t, ++it) {
-        const int buf = it & 1;
-        const bool in_window = t < q.window_tiles;
-        const int at = (in_window ? t : t - q.window_tiles) * kTile, used = (in_window ? q.length : q.count) - at;
-        const bool dense = !in_window && p.list == nullptr && used > 0;
-        const uint8_t* base = in_window ? p.window : p.second;
-        int rows[6];  // of four rows at a time, three warps in turn; the thread has 16 bytes of each block of 64 channels
-#pragma unroll
-        for (int g = 0; g < 6; ++g) {
-          const int r = (g * 3 + loader) * 4 + sub;
-          rows[g] = -1;
-          if (r < kTile && r < used) {
-            if (in_window)
-              rows[g] = q.row - q.length + 1 + at + r;
-            else if (dense)
-              rows[g] = 0;
-            else
-              asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(rows[g]) : "l"(p.list + i * p.list_stride + at + r));
-          }
+    if constexpr (kDense) {
+      if (warp != 8) return;
+      int buf = 1, loads[2] = {0, 0}, k = 0;
+      int i = first_query<true>(p);
+      Dense q(p, i);
+      bool there[2] = {false, false};  // the query's first tiles are those that the one before ended with
+      for (; i < p.queries; ++k) {
+        const int after = next_query<true>(p, i);
+        const Dense next(p, after);
+        bool stays[2] = {false, false};
+        // At most two tiles in a row stay, so that this warp is never so far ahead of the products that notes would be overwritten.
+        if (next.tiles > 2) {
+          stays[0] = next.tile(0) == q.tile(q.tiles - 1);
+          stays[1] = stays[0] && q.tiles > 1 && next.tile(1) == q.tile(q.tiles - 2);
         }
-        if (it >= 2) mbar_wait(empty + 8 * buf, ((it >> 1) - 1) & 1);
-        if (chunk == 0)
-#pragma unroll
-          for (int g = 0; g < 6; ++g) {
-            const int r = (g * 3 + loader) * 4 + sub;
-            if (r < kTile) st_shared_b32(smem + kBias + buf * 256 + r * 4, rows[g] >= 0 ? 0u : 0xff800000u);
-          }
-        if (dense) {
-          mbar_arrive(full + 8 * buf);
-          __syncwarp();
-          if (lane == 0) {
-            if (loader == 0) {
-              const uint32_t bytes = (min(used, kTile) + 7) / 8 * 8192;
-              mbar_expect(full + 8 * buf, bytes);
-              bulk_load(smem + buf * kTileBytes, base + (int64_t)(__ldg(p.first + i) + at) * 1024, bytes, full + 8 * buf);
-            } else {
-              mbar_arrive(full + 8 * buf);
+        for (int t = 0; t < q.tiles; ++t, ++it) {
+          const Tile x = q.tile(t);
+          const bool have = t == 0 ? there[0] : t == 1 && there[1];
+          const bool kept = (t == q.tiles - 1 && stays[0]) || (t == q.tiles - 2 && stays[1]);
+          if (t > 0 || !have) buf ^= 1;
+          if (!have) ++(buf ? loads[1] : loads[0]);
+          const int number = (buf ? loads[1] : loads[0]) - 1;
+          bias(it, lane, q.has(x, lane));
+          bias(it, lane + 32, q.has(x, lane + 32));
+          note(it, places(t, q.tiles) | (buf ? kBuffer : 0) | (number & 1 ? kLoadParity : 0) | (kept ? kKept : 0) | (k & 1 ? kQueryParity : 0), i);
+          if (have) continue;
+#pragma unroll 1
+          for (int half = 0; half < 2; ++half) {
+            const uint32_t bar = full + 16 * buf + 8 * half;
+            if (number > 0) mbar_wait(empty + 16 * buf + 8 * half, (number - 1) & 1);
+            if (lane == 0) mbar_expect(bar, (x.far + x.near) * kHalf);
+            __syncwarp();
+            if (lane < x.far + x.near) {
+              const uint8_t* src = lane < x.far ? p.second + (int64_t)(x.far_first + lane) * 8192
+                                                : p.window + (int64_t)(x.near_first + lane - x.far) * 8192;
+              bulk_load(smem + buf * kTileBytes + lane * 8192 + half * kHalf, src + half * kHalf, kHalf, bar);
             }
           }
-          continue;
         }
+        there[0] = stays[0], there[1] = stays[1];
+        q = next;
+        i = after;
+      }
+    } else {
+      // Three warps take four rows at a time, in turn; in a load a thread has 16 bytes of each block of 64 channels of its row. The rows'
+      // numbers are read one a lane, two tiles ahead.
+      const int loader = warp - 8, sub = lane >> 3, chunk = lane & 7;
+      const int even = (chunk ^ ((loader & 1) * 4 + sub)) << 4, odd = even ^ 64;
+      const int r_own = lane < 24 ? ((lane >> 2) * 3 + loader) * 4 + (lane & 3) : kTile;
+      Gather at(p);
+      const auto tell = [&](int tile, int from) {  // of the tile where `at` is
+        if (r_own < kTile) bias(tile, r_own, from >= 0);
+        note(tile, places(at.t, at.tiles) | (tile & 1 ? kBuffer : 0) | (tile & 2 ? kLoadParity : 0) | (at.k & 1 ? kQueryParity : 0), at.i);
+      };
+      int from = at.read(p, r_own), from_next = -1, from_third = -1;
+      bool more = at.i < p.queries, window = at.t < at.window_tiles;
+      if (more) {
+        tell(0, from);
+        at.advance(p);
+        from_next = at.read(p, r_own);
+      }
+      for (; more; ++it) {
+        const int buf = it & 1;
+        const uint8_t* base = (window ? p.window : p.second);
+        const uint8_t* src[6];
+        uint32_t bytes[6];
 #pragma unroll
         for (int g = 0; g < 6; ++g) {
-          const int r = (g * 3 + loader) * 4 + sub;
-          if (r < kTile) {
-            const int from = max(rows[g], 0);
-            const uint8_t* src = base + (int64_t)(from >> 3) * 8192 + (from & 7) * 128 + ((chunk ^ (r & 7) ^ (from & 7)) << 4);
-            const uint32_t to = smem + buf * kTileBytes + (r >> 3) * 8192 + (r & 7) * 128 + (chunk << 4);
-#pragma unroll
-            for (int block = 0; block < 8; ++block)
-              asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + block * 1024), "l"(src + block * 1024),
-                           "r"(rows[g] >= 0 ? 16 : 0)
-                           : "memory");
-          }
+          const int row = __shfl_sync(~0u, from, g * 4 + sub), x = max(row, 0);
+          bytes[g] = row >= 0 ? 16 : 0;
+          // Row r of the tile has chunk c at place c ^ r % 8, the workspace has that at place c ^ r % 8 ^ x % 8.
+          src[g] = base + (((int64_t)(x >> 3) << 13) + ((((x & 7) << 7) | ((x & 7) << 4)) ^ (g & 1 ? odd : even)));
         }
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full + 8 * buf) : "memory");
-        __syncwarp();
-        if (lane == 0) mbar_arrive(full + 8 * buf);  // for the biases
+        // The next tile is told of before this one's loads, so that its own need not wait behind them.
+        more = at.i < p.queries;
+        window = at.t < at.window_tiles;
+        if (more) {
+          tell(it + 1, from_next);
+          at.advance(p);
+          from_third = at.read(p, r_own);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t bar = full + 16 * buf + 8 * half;
+          if (it >= 2) mbar_wait(empty + 16 * buf + 8 * half, ((it >> 1) - 1) & 1);
+#pragma unroll
+          for (int g = 0; g < 6; ++g) {
+            const int r4 = (g * 3 + loader) * 4;  // half of an octet
+            if (r4 < kTile) {
+              const uint32_t to = smem + buf * kTileBytes + (r4 >> 3) * 8192 + half * kHalf + (r4 & 4) * 128 + sub * 128 + (chunk << 4);
+#pragma unroll
+              for (int block = 0; block < 4; ++block)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + block * 1024), "l"(src[g] + half * kHalf + block * 1024),
+                             "r"(bytes[g])
+                             : "memory");
+            }
+          }
+          asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+        }
+        from = from_next, from_next = from_third;
       }
+      asm volatile("cp.async.wait_all;" ::: "memory");
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    note(it, kEnd, 0);
+    note(it + 1, kEnd, 0);
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-  const int quad = lane & 3, row0 = (warp & 3) * 16 + (lane >> 2), head = head0 + row0;
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+  const int quad = lane & 3, head = head0 + (warp & 3) * 16 + (lane >> 2);
   const bool has[2] = {head < p.heads, head + 8 < p.heads};
-  const float* alphas = (const float*)(shared_bytes + kAlpha);
-  float* factors = (float*)(shared_bytes + kFactor);
-  float o[128];
+  const float to_log2 = p.scale * kLog2e;
+  const float sink[2] = {p.sink && has[0] ? p.sink[head] * kLog2e : -INFINITY, p.sink && has[1] ? p.sink[head + 8] * kLog2e : -INFINITY};
+  const uint64_t q_desc = operand(smem + kQ, 16, 1024), k_desc = operand(smem, 16, 8192);
+  const uint64_t p_desc = operand(smem + kP, 16, 1024), v_desc = operand(smem + group * kHalf, 1024, 8192);
+  const uint32_t state = smem + kState + (threadIdx.x & 127) * 16;
+  // Where this lane puts matrices: a row of 128 bytes in 16 of them, of the weights or of the output on its way.
+  const uint32_t line = ((warp & 3) * 16 + (lane & 15)) * 128, stage = smem + kStage + group * 8192 + (warp & 3) * 2048;
+  const auto chunk_at = [&](int k) { return ((2 * k + (lane >> 4)) ^ (lane & 7)) << 4; };
+  float o[128], s[32], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, factor[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < 128; ++i) o[i] = 0;
-  int it = 0;
-  if (group == 0) {
-    const float to_log2 = p.scale * kLog2e;
-    const float sink[2] = {p.sink && has[0] ? p.sink[head] * kLog2e : -INFINITY, p.sink && has[1] ? p.sink[head + 8] * kLog2e : -INFINITY};
-    float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0}, factor[2] = {0, 0};
-    uint32_t pr[4][4] = {};
-    bool held = false;  // the previous tile's memory
-    int k = 0;
-    for (int i = blockIdx.x; i < p.queries; i += gridDim.x, ++k) {
-      const int tiles = query_at(p, i).tiles;
-      m[0] = m[1] = -INFINITY;
-      l[0] = l[1] = 0;
+  for (int c = 0; c < 128; ++c) o[c] = 0;
 #pragma unroll
-      for (int c = 0; c < 128; ++c) o[c] = 0;
-      for (int t = 0; t < tiles; ++t, ++it) {
-        const int buf = it & 1;
-        const uint64_t q_desc = operand(smem + kQ, 16, 1024), k_desc = operand(smem + buf * kTileBytes, 16, 8192);
-        const uint64_t v_desc = operand(smem + buf * kTileBytes, 1024, 8192);
-        float s[32];
-#pragma unroll
-        for (int c = 0; c < 32; ++c) s[c] = 0;
-        mbar_wait(full + 8 * buf, (it >> 1) & 1);
-        fence_async();
-        if (t == 0) {
-#pragma unroll 1
-          for (int block = 0; block < 8; ++block) mbar_wait(q_full + 8 * block, k & 1);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int kk = 0; kk < 32; ++kk)
-          wgmma_qk(s, q_desc + (kk >> 2) * 512 + (kk & 3) * 2, k_desc + (kk >> 2) * 64 + (kk & 3) * 2, kk != 0);
-        wgmma_commit();
-        if (held) {  // the product with the previous tile is older, hence done
-          wgmma_wait<1>();
-#pragma unroll
-          for (int kk = 0; kk < 4; ++kk)  // the tensor cores read these registers until here: keep the compiler off them
-            asm volatile("" ::"r"(pr[kk][0]), "r"(pr[kk][1]), "r"(pr[kk][2]), "r"(pr[kk][3]));
-          if (lane == 0) mbar_arrive(empty + 8 * (buf ^ 1));
-        }
-        wgmma_wait<0>();
-        settled(s);
-        if (t == tiles - 1 && lane == 0) mbar_arrive(q_empty);
+  for (int c = 0; c < 32; ++c) s[c] = 0;
+  uint32_t pr[4][4];
 
-        float top[2] = {-INFINITY, -INFINITY};
-        const float* bias = (const float*)(shared_bytes + kBias + buf * 256) + 2 * quad;
+  const auto rescale = [&](const float(&alpha)[2]) {
+    if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
-        for (int c = 0; c < 8; ++c) {
-          const float2 b = *(const float2*)(bias + 8 * c);
-          s[4 * c] = fmaf(s[4 * c], to_log2, b.x);
-          s[4 * c + 1] = fmaf(s[4 * c + 1], to_log2, b.y);
-          s[4 * c + 2] = fmaf(s[4 * c + 2], to_log2, b.x);
-          s[4 * c + 3] = fmaf(s[4 * c + 3], to_log2, b.y);
-          top[0] = fmaxf(top[0], fmaxf(s[4 * c], s[4 * c + 1]));
-          top[1] = fmaxf(top[1], fmaxf(s[4 * c + 2], s[4 * c + 3]));
-        }
-        float alpha[2], shift[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float now = fmaxf(m[h], quad_max(top[h]));
-          shift[h] = now == -INFINITY ? 0.0f : now;  // no row yet: every exponential below is exp2(-inf)
-          alpha[h] = exp2_fast(m[h] - shift[h]);
-          m[h] = now;
-          l[h] *= alpha[h];
-        }
-#pragma unroll
-        for (int c = 0; c < 32; ++c) {
-          s[c] = exp2_fast(s[c] - shift[(c >> 1) & 1]);
-          l[(c >> 1) & 1] += s[c];
-        }
-#pragma unroll
-        for (int kk = 0; kk < 4; ++kk)
-#pragma unroll
-          for (int j = 0; j < 4; ++j) pr[kk][j] = pack_bf16(s[8 * kk + 2 * j], s[8 * kk + 2 * j + 1]);
-
-        if (it >= 2) mbar_wait(p_empty + 8 * buf, ((it >> 1) - 1) & 1);
-        const uint32_t line = smem + kP + buf * 8192 + row0 * 128 + quad * 4;
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-          const uint32_t place = (c ^ (row0 & 7)) << 4;
-          st_shared_b32(line + place, pr[c >> 1][(c & 1) * 2]);
-          st_shared_b32(line + 1024 + place, pr[c >> 1][(c & 1) * 2 + 1]);
-        }
-        if (quad == 0) {
-          float* al = (float*)(shared_bytes + kAlpha + buf * 256);
-          al[row0] = alpha[0];
-          al[row0 + 8] = alpha[1];
-        }
-        if (t == tiles - 1) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float sum = quad_sum(l[h]);
-            factor[h] = m[h] == -INFINITY ? 0.0f : 1.0f / (sum + exp2_fast(sink[h] - m[h]));
-            if (quad == 0) {
-              factors[(k & 1) * 64 + row0 + 8 * h] = factor[h];
-              if (p.lse && has[h]) p.lse[(int64_t)i * p.heads + head + 8 * h] = (m[h] + __log2f(sum)) * kLn2;
-            }
-          }
-        }
-        fence_async();
-        __syncwarp();
-        if (lane == 0) mbar_arrive(p_full + 8 * buf);
-        if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
-#pragma unroll
-          for (int c = 0; c < 128; ++c) o[c] *= alpha[(c >> 1) & 1];
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int kk = 0; kk < 4; ++kk) {
-          wgmma_pv_rs(low_half(o), pr[kk], v_desc + kk * 1024, 1);
-          wgmma_pv_rs(high_half(o), pr[kk], v_desc + kk * 1024 + 128, 1);
-        }
-        wgmma_commit();
-        held = t + 1 < tiles;
-        // If the next tile is late, there is time to see this one through, so that its memory is free the sooner.
-        if (held && !mbar_done(full + 8 * (buf ^ 1), ((it + 1) >> 1) & 1)) {
-          wgmma_wait<0>();
-          if (lane == 0) mbar_arrive(empty + 8 * buf);
-          held = false;
-        }
-      }
-      wgmma_wait<0>();
-      settled(o);
-      if (lane == 0) mbar_arrive(empty + 8 * ((it - 1) & 1));
-      __nv_bfloat16* upper = p.out + i * p.out_stride_t + head * p.out_stride_h;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) store_part(piece(o, c), factor, upper + c * 64, 8 * p.out_stride_h, quad, has[0], has[1]);
+      for (int c = 0; c < 128; ++c) o[c] *= alpha[(c >> 1) & 1];
     }
-  } else {
-    int k = 0;
-    for (int i = blockIdx.x; i < p.queries; i += gridDim.x, ++k) {
-      const int tiles = query_at(p, i).tiles;
-      float factor[2];
-      for (int t = 0; t < tiles; ++t, ++it) {
-        const int buf = it & 1;
-        const uint64_t v_desc = operand(smem + buf * kTileBytes + 4096, 1024, 8192), p_desc = operand(smem + kP + buf * 8192, 16, 1024);
-        mbar_wait(full + 8 * buf, (it >> 1) & 1);
-        fence_async();
-        mbar_wait(p_full + 8 * buf, (it >> 1) & 1);
-        const float alpha[2] = {alphas[buf * 64 + row0], alphas[buf * 64 + row0 + 8]};
-        factor[0] = factors[(k & 1) * 64 + row0];  // of the last tile: read before p_empty lets the next be written
-        factor[1] = factors[(k & 1) * 64 + row0 + 8];
-        if (t > 0 && __any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+  };
+  const auto weigh = [&](int query, bool writes) {  // all weights of a query are known
 #pragma unroll
-          for (int c = 0; c < 128; ++c) o[c] *= alpha[(c >> 1) & 1];
+    for (int h = 0; h < 2; ++h) {
+      const float sum = quad_sum(l[h]);
+      factor[h] = m[h] == -INFINITY ? 0.0f : 1.0f / (sum + exp2_fast(sink[h] - m[h]));
+      if (writes && quad == 0 && p.lse && has[h]) p.lse[(int64_t)query * p.heads + head + 8 * h] = (m[h] + __log2f(sum)) * kLn2;
+    }
+  };
+  const auto finish = [&](int query, auto from, auto to) {  // the output's parts of 64 channels
+#pragma unroll
+    for (int c = decltype(from)::value; c < decltype(to)::value; ++c) {
+      if (lane == 0) tensor_stores_read();
+      __syncwarp();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        uint32_t w[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) w[j] = pack_bf16(o[32 * c + 8 * k + 2 * j] * factor[j & 1], o[32 * c + 8 * k + 2 * j + 1] * factor[j & 1]);
+        store_matrices(stage + (lane & 15) * 128 + chunk_at(k), w);
+      }
+      fence_async();
+      __syncwarp();
+      if (lane == 0) tensor_store(&out_map, group * 256 + c * 64, head0 + (warp & 3) * 16, query, stage);
+    }
+  };
+
+  for (int it = group;; it += 2) {
+    const auto note_of = [&](int tile) {
+      mbar_wait(noted + 8 * (tile & (kNotes - 1)), (tile / kNotes) & 1);
+      return ld_shared_i2(smem + kNote + (tile & (kNotes - 1)) * 8);
+    };
+    const int2 tile = note_of(it);
+    int2 before = make_int2(kFirst | kKept, 0);  // the tile before, which the other group weighs
+    if (it > 0) before = note_of(it - 1);
+    if (before.x & kEnd) break;
+    if (it > 0 && (before.x & kFirst) && (before.x & kLast))  // a query that this group makes no logits of
+      for (int half = 0; half < 2; ++half) {
+        mbar_wait(q_full + 8 * half, before.x & kQueryParity ? 1 : 0);
+        if (lane == 0) mbar_arrive(q_empty + 8 * half);
+      }
+    const int what = tile.x, buf = what & kBuffer ? 1 : 0, parity = what & kLoadParity ? 1 : 0, q_parity = what & kQueryParity ? 1 : 0;
+    const bool exists = !(what & kEnd), enters = what & (kFirst | kSecond), goes_on = !(what & kFirst);
+    const uint32_t own_full = full + 16 * buf;
+    const auto release = [&](int note) {
+      if (lane == 0 && !(note & kKept)) mbar_arrive(empty + (note & kBuffer ? 16 : 0) + 8 * group);
+    };
+    const auto multiply_q = [&]() {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (exists) {
+          if (enters) mbar_wait(q_full + 8 * half, q_parity);
+          mbar_wait(own_full + 8 * half, parity);
         }
         wgmma_fence();
 #pragma unroll
-        for (int kk = 0; kk < 4; ++kk) {
-          wgmma_pv_ss(low_half(o), p_desc + kk * 2, v_desc + kk * 1024, t | kk);
-          wgmma_pv_ss(high_half(o), p_desc + kk * 2, v_desc + kk * 1024 + 128, t | kk);
-        }
+        for (int k = 16 * half; k < 16 * half + 16; ++k)
+          wgmma_qk(s, q_desc + (k >> 2) * 512 + (k & 3) * 2, k_desc + buf * (kTileBytes >> 4) + (k >> 2) * 64 + (k & 3) * 2, k != 0);
         wgmma_commit();
+      }
+    };
+
+    // Of the own tile's logits and the product with the tile before, the one that can begin first does.
+    bool own_first = it > 0 && exists;
+    if (own_first) {
+      if ((warp & 3) == 0) {
+        do own_first = mbar_done(own_full + 0, parity) && (!enters || mbar_done(q_full + 0, q_parity));
+        while (!own_first && !mbar_done(p_full, (it - 1) & 1));
+      }
+      own_first = all_of_group(1 + group, own_first);
+    }
+    // No branch may come between products that are under way: so the whole step stands in either order.
+    const auto step = [&](auto order) {
+      constexpr bool kOwnFirst = decltype(order)::value;
+      if constexpr (kOwnFirst) multiply_q();
+      if (it > 0) {
+        mbar_wait(p_full, (it - 1) & 1);
+        const float4 now = ld_shared_f4(state);
+        const float alpha[2] = {exp2_fast(m[0] - (now.x == -INFINITY ? 0.0f : now.x)), exp2_fast(m[1] - (now.y == -INFINITY ? 0.0f : now.y))};
+        m[0] = now.x, m[1] = now.y, l[0] = now.z, l[1] = now.w;
+        if (before.x & kLast) weigh(before.y, false);
+        if (!(before.x & kFirst)) rescale(alpha);
+      }
+      const uint64_t before_desc = v_desc + (before.x & kBuffer ? kTileBytes >> 4 : 0);
+      const int adds = !(before.x & kFirst);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) wgmma_pv_ss256(o, p_desc + k * 2, before_desc + k * 1024, adds | k);
+      wgmma_commit();
+      if constexpr (!kOwnFirst) {
         wgmma_wait<0>();
         settled(o);
-        if (lane == 0) {
-          mbar_arrive(empty + 8 * buf);
-          mbar_arrive(p_empty + 8 * buf);
+        release(before.x);
+        multiply_q();
+        if (before.x & kLast) finish(before.y, Constant<0>(), Constant<2>());
+        if (exists && (what & kLeaves)) {
+          wgmma_wait<1>();
+          if (lane == 0) mbar_arrive(q_empty);
         }
+        wgmma_wait<0>();
+      } else {
+        if (what & kLeaves) {
+          wgmma_wait<2>();
+          if (lane == 0) mbar_arrive(q_empty);
+        }
+        wgmma_wait<1>();
       }
-      __nv_bfloat16* upper = p.out + i * p.out_stride_t + head * p.out_stride_h + 256;
+      settled(s);
+      if (!kOwnFirst && !exists) {
+        if (before.x & kLast) finish(before.y, Constant<2>(), Constant<4>());
+        return;
+      }
+      if ((what & kLeaves) && lane == 0) mbar_arrive(q_empty + 8);
+
+      float top[2] = {-INFINITY, -INFINITY};
+      const float* bias = (const float*)(shared_bytes + kBias + (it & (kNotes - 1)) * 256) + 2 * quad;
 #pragma unroll
-      for (int c = 0; c < 4; ++c) store_part(piece(o, c), factor, upper + c * 64, 8 * p.out_stride_h, quad, has[0], has[1]);
-    }
+      for (int c = 0; c < 8; ++c) {
+        const float2 b = *(const float2*)(bias + 8 * c);
+        s[4 * c] = fmaf(s[4 * c], to_log2, b.x);
+        s[4 * c + 1] = fmaf(s[4 * c + 1], to_log2, b.y);
+        s[4 * c + 2] = fmaf(s[4 * c + 2], to_log2, b.x);
+        s[4 * c + 3] = fmaf(s[4 * c + 3], to_log2, b.y);
+        top[0] = fmaxf(top[0], fmaxf(s[4 * c], s[4 * c + 1]));
+        top[1] = fmaxf(top[1], fmaxf(s[4 * c + 2], s[4 * c + 3]));
+      }
+      float alpha[2], shift[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float was = goes_on ? m[h] : -INFINITY, most = quad_max(top[h]);
+        m[h] = most > was + kSlack ? most : was;
+        shift[h] = m[h] == -INFINITY ? 0.0f : m[h];  // no row yet: every exponential below is exp2(-inf)
+        alpha[h] = exp2_fast(was - shift[h]);
+        l[h] = goes_on ? l[h] * alpha[h] : 0.0f;
+      }
+#pragma unroll
+      for (int c = 0; c < 32; ++c) {
+        s[c] = exp2_fast(s[c] - shift[(c >> 1) & 1]);
+        l[(c >> 1) & 1] += s[c];
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) pr[k][j] = pack_bf16(s[8 * k + 2 * j], s[8 * k + 2 * j + 1]);
+      if constexpr (kOwnFirst) {
+        wgmma_wait<0>();
+        settled(o);
+        release(before.x);
+      }
+      // The weights and the state before them were read by this group's own product, so both may be overwritten.
+#pragma unroll
+      for (int k = 0; k < 4; ++k) store_matrices(smem + kP + line + chunk_at(k), pr[k]);
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(state), "f"(m[0]), "f"(m[1]), "f"(l[0]), "f"(l[1]) : "memory");
+      fence_async();
+      __syncwarp();
+      if (lane == 0) mbar_arrive(p_full);
+      if (before.x & kLast) finish(before.y, Constant<kOwnFirst ? 0 : 2>(), Constant<4>());
+      if (goes_on) rescale(alpha);
+      const uint64_t own_desc = v_desc + buf * (kTileBytes >> 4);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) wgmma_pv_rs256(o, pr[k], own_desc + k * 1024, goes_on | k);
+      wgmma_commit();
+      if (what & kLast) weigh(tile.y, true);
+      wgmma_wait<0>();
+      settled(o);
+      release(what);
+      if (what & kLast) finish(tile.y, Constant<0>(), Constant<4>());
+    };
+    if (own_first)
+      step(Constant<1>());
+    else
+      step(Constant<0>());
+    if (!exists) break;
   }
+  if (lane == 0) tensor_stores_read();
 }
 
 extern "C" int hr_prefill_rows(const Params* p, const void* q, int64_t stride_t, int64_t stride_h, int blocks, void* stream) {
-  return launch_prefill(prefill_rows, *p, q, stride_t, stride_h, blocks, kSmemBytes, (cudaStream_t)stream);
+  Params own = *p;
+  own.chunk = max(1, min(8, own.queries / blocks));
+  return launch_prefill(p->list ? prefill_rows<false> : prefill_rows<true>, own, q, stride_t, stride_h, blocks, kSmemBytes, (cudaStream_t)stream);
 }

@@ -5,9 +5,9 @@
 //
 // A block works through neighbouring queries of one sequence and keeps their rows in a ring of 18 octets (144 rows, a window is at
 // most 17 octets), so that a row is loaded once for all of the block's queries. Two warp-groups take queries in turn, 64 heads
-// each, and share nothing but the ring: q streams by in blocks of 64 channels (each is needed once), logits with all 144 rows
-// stay in registers, rows outside of the window get weight 0, and the output is made and stored 64 channels at a time, each
-// part under the product of the next. While one group stores, the other multiplies.
+// each. q streams by in eight blocks of 64 channels (each is needed once), whose places both groups use in turn: while one has its
+// logits made, the other makes its output. Logits with all 144 rows stay in registers, rows outside of the window get weight 0, and the
+// output is made 64 channels at a time, each part on its way to memory, by the copy engine, under the product of the next.
 //
 // Row r lies in slot r % 144, so the order of all sums is fixed by r % 144 alone: callers keep r equal to the position modulo 144, and
 // then a query's bits depend neither on the cut of the prompt nor on the rest of the launch.
@@ -29,11 +29,12 @@ struct Params {
 
 namespace {
 
-constexpr int kOctets = 18, kRows = kOctets * 8, kBlocks = 5, kLoads = 4;
-constexpr uint32_t kOctetBytes = 8192, kQBytes = 8192;
-constexpr uint32_t kQ = kOctets * kOctetBytes;             // [2 groups][kBlocks] of 64 heads x 64 channels
-constexpr uint32_t kBars = kQ + 2 * kBlocks * kQBytes;     // q full, q empty [2][kBlocks]; octets loaded [kLoads]; then 2 counters
-constexpr uint32_t kSmemBytes = kBars + 8 * (4 * kBlocks + kLoads + 1);
+constexpr int kOctets = 18, kRows = kOctets * 8, kBlocks = 8, kLoads = 4;
+constexpr uint32_t kOctetBytes = 8192, kBlockBytes = 8192;
+constexpr uint32_t kQ = kOctets * kOctetBytes;             // [kBlocks] of 64 heads x 64 channels
+constexpr uint32_t kStage = kQ + kBlocks * kBlockBytes;    // [2 groups] of the output, as many
+constexpr uint32_t kBars = kStage + 2 * kBlockBytes;       // q full [2 groups][kBlocks], q empty [kBlocks]; octets loaded [kLoads]; 2 counters
+constexpr uint32_t kSmemBytes = kBars + 8 * (3 * kBlocks + kLoads + 1);
 
 __device__ __forceinline__ void wgmma_qk144(float (&d)[72], uint64_t desc_a, uint64_t desc_b, int accumulate) {
   asm volatile("{\n.reg .pred p;\n"
@@ -102,6 +103,12 @@ struct Ring {
   }
 };
 
+// Accumulators that a first product overwrites all the same. What is never set stays alive in registers from query to query.
+template <int N>
+__device__ __forceinline__ void clear(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
+}
 __device__ __forceinline__ void part_product(float (&o)[32], const uint32_t (&pr)[9][4], uint64_t v_desc) {
   wgmma_fence();
 #pragma unroll
@@ -111,18 +118,17 @@ __device__ __forceinline__ void part_product(float (&o)[32], const uint32_t (&pr
 
 }  // namespace
 
-// q_map: q in boxes of 64 heads x 64 channels, swizzled.
-__global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ Params p) {
+// q_map: q in boxes of 64 heads x 64 channels; out_map: the output in boxes of 16 heads.
+__global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__ CUtensorMap q_map,
+                                                          const __grid_constant__ CUtensorMap out_map, const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t smem = smem_u32(shared_bytes);
   const int group = threadIdx.x >> 7, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head0 = blockIdx.y * 64;
   const int begin = (int64_t)blockIdx.x * p.queries / gridDim.x, end = (int64_t)(blockIdx.x + 1) * p.queries / gridDim.x;
-  const uint32_t q_full = smem + kBars, q_empty = q_full + 8 * 2 * kBlocks, loaded = q_empty + 8 * 2 * kBlocks, done = loaded + 8 * kLoads;
+  const uint32_t q_full = smem + kBars, q_empty = q_full + 8 * 2 * kBlocks, loaded = q_empty + 8 * kBlocks, done = loaded + 8 * kLoads;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-      mbar_init(q_full + 8 * i, 1);
-      mbar_init(q_empty + 8 * i, 4);
-    }
+    for (int i = 0; i < 2 * kBlocks; ++i) mbar_init(q_full + 8 * i, 1);
+    for (int i = 0; i < kBlocks; ++i) mbar_init(q_empty + 8 * i, 4);
     for (int i = 0; i < kLoads; ++i) mbar_init(loaded + 8 * i, 1);
     for (int i = 0; i < 2; ++i) st_shared_b32(done + 4 * i, 0);
     fence_barrier_init();
@@ -152,15 +158,14 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
         for (int o = from; o < from + more; ++o)
           bulk_load(smem + o % kOctets * kOctetBytes, p.rows + (int64_t)o * kOctetBytes, kOctetBytes, bar);
       }
-    } else if (warp < 11) {
-      const int g = warp - 9;
-      int n = 0;
-      for (int i = begin + g; i < end; i += 2)
-        for (int block = 0; block < 8; ++block, ++n) {
-          const int slot = g * kBlocks + n % kBlocks;
-          if (n >= kBlocks) mbar_wait(q_empty + 8 * slot, (n / kBlocks - 1) & 1);
-          mbar_expect(q_full + 8 * slot, kQBytes);
-          tensor_load(smem + kQ + slot * kQBytes, &q_map, block * 64, head0, i, q_full + 8 * slot);
+    } else if (warp == 9) {
+      for (int i = begin; i < end; ++i)
+        for (int block = 0; block < kBlocks; ++block) {
+          const int n = i - begin;
+          const uint32_t bar = q_full + 8 * (n % 2 * kBlocks + block);
+          if (n > 0) mbar_wait(q_empty + 8 * block, (n - 1) & 1);
+          mbar_expect(bar, kBlockBytes);
+          tensor_load(smem + kQ + block * kBlockBytes, &q_map, block * 64, head0, i, bar);
         }
     }
     return;
@@ -172,11 +177,7 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
   const float to_log2 = p.scale * kLog2e;
   const float sink[2] = {p.sink && has[0] ? p.sink[head] * kLog2e : -INFINITY, p.sink && has[1] ? p.sink[head + 8] * kLog2e : -INFINITY};
   const uint64_t k_desc = operand(smem, 16, kOctetBytes), v_desc = operand(smem, 1024, kOctetBytes);
-  // Parts of the output, in turn. They are set here and never again (a part's first product overwrites them), for otherwise the
-  // compiler gives each of the eight parts registers of its own.
-  float o[2][32];
-#pragma unroll
-  for (int c = 0; c < 64; ++c) o[c >> 5][c & 31] = 0;
+  const uint32_t stage = smem + kStage + group * kBlockBytes + (warp & 3) * 2048;  // the warp's 16 heads
   Ring ring;
   int n = 0, loads = 0;
   for (int i = begin; i < end; ++i) {
@@ -188,46 +189,47 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
       ++loads;
     }
     if (((i - begin) & 1) != group) continue;
-    float s[72];  // set although the first product overwrites it: else the assembler keeps it alive from query to query
-#pragma unroll
-    for (int c = 0; c < 72; ++c) s[c] = 0;
+    float s[72];
+    clear(s);
 #pragma unroll 1
-    for (int block = 0; block < 8; ++block, ++n) {
-      const int slot = group * kBlocks + n % kBlocks;
-      const uint64_t q_desc = operand(smem + kQ + slot * kQBytes, 16, 1024);
-      mbar_wait(q_full + 8 * slot, (n / kBlocks) & 1);
+    for (int block = 0; block < kBlocks; ++block) {
+      const uint64_t q_desc = operand(smem + kQ + block * kBlockBytes, 16, 1024);
+      mbar_wait(q_full + 8 * (group * kBlocks + block), n & 1);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) wgmma_qk144(s, q_desc + 2 * k, k_desc + block * 64 + 2 * k, block | k);
       wgmma_commit();
       if (block > 0) {
         wgmma_wait<1>();
-        if (lane == 0) mbar_arrive(q_empty + 8 * (group * kBlocks + (n - 1) % kBlocks));
+        if (lane == 0) mbar_arrive(q_empty + 8 * (block - 1));
       }
     }
     wgmma_wait<0>();
     settled(s);
-    if (lane == 0) mbar_arrive(q_empty + 8 * (group * kBlocks + (n - 1) % kBlocks));
+    if (lane == 0) mbar_arrive(q_empty + 8 * (kBlocks - 1));
+    ++n;
 
-    int place = row % kRows - 2 * quad;
-    asm volatile("" : "+r"(place));  // or else the compiler keeps 36 column numbers in registers all along
+    // The window's places in the ring are `number` ones from `first` on, or, if it goes round the end, all but these.
+    const int own = row % kRows, oldest = own - length + 1;
+    const bool round = oldest < 0;
+    const uint32_t number = round ? kRows - length : length;
+    int place = 2 * quad - (round ? own + 1 : oldest);  // of the thread's first column, counted from `first`
+    asm volatile("" : "+r"(place));                     // or else the compiler keeps 36 column numbers in registers all along
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int c = 0; c < 18; ++c)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        int back = place - (8 * c + e);  // rows before the query's own
-        back += back < 0 ? kRows : 0;
-        const bool in = back < length;
-        s[4 * c + e] = in ? s[4 * c + e] * to_log2 : -INFINITY;
-        s[4 * c + 2 + e] = in ? s[4 * c + 2 + e] * to_log2 : -INFINITY;
+        const bool in = ((uint32_t)(place + 8 * c + e) < number) != round;
+        s[4 * c + e] = in ? s[4 * c + e] : -INFINITY;
+        s[4 * c + 2 + e] = in ? s[4 * c + 2 + e] : -INFINITY;
         top[0] = fmaxf(top[0], s[4 * c + e]);
         top[1] = fmaxf(top[1], s[4 * c + 2 + e]);
       }
     float factor[2], sum[2] = {0, 0};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      top[h] = quad_max(top[h]);
+      top[h] = quad_max(top[h]) * to_log2;
       if (top[h] == -INFINITY) top[h] = 0;  // no row: every exponential below is 0
     }
     uint32_t pr[9][4];
@@ -235,7 +237,7 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
     for (int k = 0; k < 9; ++k)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float a = exp2_fast(s[8 * k + 2 * j] - top[j & 1]), b = exp2_fast(s[8 * k + 2 * j + 1] - top[j & 1]);
+        const float a = exp2_fast(fmaf(s[8 * k + 2 * j], to_log2, -top[j & 1])), b = exp2_fast(fmaf(s[8 * k + 2 * j + 1], to_log2, -top[j & 1]));
         sum[j & 1] += a + b;
         pr[k][j] = pack_bf16(a, b);
       }
@@ -245,21 +247,36 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
       if (p.lse && quad == 0 && has[h]) p.lse[(int64_t)i * p.heads + head + 8 * h] = (top[h] + __log2f(sum[h])) * kLn2;
       factor[h] = sum[h] == 0.0f ? 0.0f : 1.0f / (sum[h] + exp2_fast(sink[h] - top[h]));
     }
-    __nv_bfloat16* upper = p.out + i * p.out_stride_t + head * p.out_stride_h;
+    float o[2][32];  // parts of the output, in turn
+    clear(o[0]);
+    clear(o[1]);
     part_product(o[0], pr, v_desc);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
+      float(&part)[32] = o[c & 1];
       if (c < 7) {
         part_product(o[(c + 1) & 1], pr, v_desc + (c + 1) * 64);
         wgmma_wait<1>();
       } else {
         wgmma_wait<0>();
       }
-      settled(o[c & 1]);
+      settled(part);
       if (c == 7 && lane == 0) asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(done + 4 * group) : "memory");
-      store_part(o[c & 1], factor, upper + c * 64, 8 * p.out_stride_h, quad, has[0], has[1]);
+      if (lane == 0) tensor_stores_read();
+      __syncwarp();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        uint32_t w[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) w[j] = pack_bf16(part[8 * k + 2 * j] * factor[j & 1], part[8 * k + 2 * j + 1] * factor[j & 1]);
+        store_matrices(stage + (lane & 15) * 128 + (((2 * k + (lane >> 4)) ^ (lane & 7)) << 4), w);
+      }
+      fence_async();
+      __syncwarp();
+      if (lane == 0) tensor_store(&out_map, c * 64, head0 + (warp & 3) * 16, i, stage);
     }
   }
+  if (lane == 0) tensor_stores_read();
 }
 
 extern "C" int hr_prefill_window(const Params* p, const void* q, int64_t stride_t, int64_t stride_h, int blocks, void* stream) {

@@ -136,6 +136,48 @@ def test_rows_match_float64(heads: int, dense: bool) -> None:
     assert (out[3] == 0).all()
 
 
+def test_dense_lists_of_neighbours_match_float64() -> None:
+    """Neighbours share tiles: beginnings, a place far on, single queries; each span has the same bits alone."""
+    torch.manual_seed(11)
+    row, length, count, first, spans = [], [], [], [], []
+    near = far = 0
+    for start, tokens in ((0, 700), (24000, 900), (5, 1), (8064, 131), (130, 3)):
+        low = max(0, start - 127)
+        near += (low - near) % k6.RING
+        for position in range(start, start + tokens):
+            row.append(near + position - low)
+            length.append(min(128, position + 1))
+            count.append((position + 1) // 128)
+            first.append(far)
+        spans.append((len(row) - tokens, len(row)))
+        near += start - low + tokens
+        far += -(-count[-1] // 8) * 8
+    rows, octets = make_rows(-(-near // 8) * 8)
+    second, second_octets = make_rows(far + 8)
+    row_T, length_T, count_T, first_T = ints(row), ints(length), ints(count), ints(first)
+    q, sink = make_q(len(row), 64), torch.randn(64, device=DEV) * 2
+
+    def run(a: int, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.full((b - a, 64, 512), math.nan, dtype=torch.bfloat16, device=DEV)
+        lse = torch.full((b - a, 64), math.nan, device=DEV)
+        lists = row_T[a:b], length_T[a:b], second_octets, count_T[a:b]
+        k6.prefill_rows(q[a:b], octets, *lists, first_T=first_T[a:b], sink_H=sink, out_THD=out, lse_TH=lse)
+        return out, lse
+
+    out, lse = run(0, len(row))
+    for a, b in spans:
+        alone = run(a, b)
+        assert torch.equal(alone[0], out[a:b])
+        assert torch.equal(alone[1], lse[a:b])
+        some = torch.arange(a, b, device=DEV) if b - a < 40 else torch.randint(a, b, (40,), device=DEV)
+        place = torch.arange(256, device=DEV)
+        places = torch.where(place < count_T[some, None], first_T[some, None] + place + rows.shape[0], -1)
+        places = torch.cat([window_places(row_T[some], length_T[some]), places], 1)
+        want, want_lse = k6.prefill_reference(q[some], torch.cat([rows, second]), places, sink_H=sink)
+        assert error(out[some], want) < 5e-3
+        assert (lse[some].double() - want_lse).abs().max() < 1e-4
+
+
 def test_prefill_does_not_depend_on_the_cut() -> None:
     """A prompt at once, and in chunks whose workspaces begin elsewhere: the same bits, for each kind of layer."""
     torch.manual_seed(3)

@@ -86,24 +86,67 @@ def test_the_ring_holds_every_window(rng: random.Random) -> None:
                     assert content[octet % OCTETS] == octet
 
 
-@pytest.mark.parametrize("length", [1, 17, 128])
+@pytest.mark.parametrize("length", [0, 1, 17, 128])
 def test_the_mask_picks_the_window(length: int) -> None:
     """Of the 144 places of the ring exactly those of the window's rows count."""
     for row in range(127, 500):
-        place = row % 144
-        kept = {i for i in range(144) if (place - i + (144 if place < i else 0)) < length}
+        own = row % 144
+        oldest = own - length + 1
+        turned = oldest < 0
+        first, number = (own + 1, 144 - length) if turned else (oldest, length)
+        kept = {i for i in range(144) if ((i - first) % 2**32 < number) != turned}
         assert kept == {r % 144 for r in range(row - length + 1, row + 1)}
 
 
-def test_quads_turn_columns_into_chunks() -> None:
-    """Two exchanges bring word i of lane l to word l of lane i."""
-    words = [[(i, lane) for i in range(4)] for lane in range(4)]  # [lane][word]: word i of lane l
-    for bit, pairs in ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))):
-        sent = [[w[lo if lane & bit else hi] for lo, hi in pairs] for lane, w in enumerate(words)]
-        for lane, w in enumerate(words):
-            for n, (lo, hi) in enumerate(pairs):
-                w[lo if lane & bit else hi] = sent[lane ^ bit][n]
-    assert words == [[(lane, word) for word in range(4)] for lane in range(4)]
+Tile = tuple[int, int, int, int]
+
+
+def dense_tiles(row: int, length: int, count: int, first: int) -> list[Tile]:
+    """As in prefill_rows.cu, in the query's order: first octet and octets of the second list, then of the window."""
+    start = row - length + 1
+    near = (row >> 3) - (start >> 3) + 1 if length > 0 else 0
+    far = (count + 7) >> 3
+    far_tiles = (far + max(0, near - 16) + 7) >> 3
+    number = max(1, far_tiles + ((min(near, 16) + 7) >> 3))
+    tiles = []
+    for u in range(number):
+        far_first, here, near_first, there = 0, 0, 0, 0
+        if u < far_tiles:
+            here = min(8, far - 8 * u)
+            far_first = first // 8 + 8 * u if here else 0
+            if u == far_tiles - 1 and near > 16:
+                there, near_first = near - 16, start >> 3
+        elif near > 0:
+            behind = 8 * (number - 1 - u)
+            there = min(8, min(near, 16) - behind)
+            near_first = (row >> 3) - behind - there + 1
+        tiles.append((far_first, here, near_first, there))
+    return tiles[::-1] if row & 1 else tiles
+
+
+def test_dense_tiles_hold_every_row_once(rng: random.Random) -> None:
+    """Each octet of the window and of the second list lies in one tile, and a tile has at most eight."""
+    for _ in range(2000):
+        row, length, count = rng.randint(128, 900), rng.randint(0, 128), rng.choice([0, rng.randint(0, 300)])
+        first = rng.randint(0, 40) * 8
+        near, far = [], []
+        for far_first, here, near_first, there in dense_tiles(row, length, count, first):
+            assert here + there <= 8
+            far += list(range(far_first, far_first + here))
+            near += list(range(near_first, near_first + there))
+        assert sorted(far) == list(range(first // 8, (first + count + 7) // 8))
+        assert sorted(near) == (list(range((row - length + 1) >> 3, (row >> 3) + 1)) if length else [])
+
+
+def test_neighbours_meet_in_two_tiles() -> None:
+    """Late in a sequence a query of an even row ends as the next one begins, and that one nearly always, too."""
+    met = 0
+    for row in range(400, 1400):
+        one, two = (dense_tiles(r, 128, r // 8, 0) for r in (row, row + 1))
+        same = one[-1] == two[0] and one[-2] == two[1]
+        assert same or row & 1
+        met += same
+    assert met > 900
 
 
 def test_weights_split_into_two_bf16() -> None:
