@@ -22,16 +22,15 @@ __device__ __forceinline__ void settled(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// 64 heads x 64 channels of one query to shared memory, 16 heads x 64 channels from there.
-__device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map, int channel, int head, int query, uint32_t bar) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-               "l"(map), "r"(channel), "r"(head), "r"(query), "r"(bar)
+// Some heads' blocks of 64 channels of one query, as many as the map's box has, to shared memory and back.
+__device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map, int block, int head, int query, uint32_t bar) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+               "l"(map), "r"(0), "r"(head), "r"(block), "r"(query), "r"(bar)
                : "memory");
 }
-
-__device__ __forceinline__ void tensor_store(const CUtensorMap* map, int channel, int head, int query, uint32_t from) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map), "r"(channel), "r"(head),
-               "r"(query), "r"(from)
+__device__ __forceinline__ void tensor_store(const CUtensorMap* map, int block, int head, int query, uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map), "r"(0), "r"(head),
+               "r"(block), "r"(query), "r"(from)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -55,8 +54,8 @@ __device__ __forceinline__ void store_matrices(uint32_t addr, const uint32_t (&w
 }
 
 // The driver's encoder of tensor maps, found at run time: the object needs no driver library to link with.
-// Boxes of box_heads heads x 64 channels of one query, under the 128-byte swizzle in shared memory.
-inline cudaError_t encode_heads(CUtensorMap* map, const void* x, int heads, int queries, int64_t stride_h, int64_t stride_t, int box_heads) {
+inline cudaError_t encode_map(CUtensorMap* map, const void* x, int rank, const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
+                              CUtensorMapSwizzle swizzle) {
   static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   if (!encode) {
     void* found = nullptr;
@@ -66,21 +65,28 @@ inline cudaError_t encode_heads(CUtensorMap* map, const void* x, int heads, int 
     if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
     encode = (decltype(encode))found;
   }
-  const cuuint64_t dims[3] = {512, (cuuint64_t)heads, (cuuint64_t)queries}, strides[2] = {(cuuint64_t)stride_h * 2, (cuuint64_t)stride_t * 2};
-  const cuuint32_t box[3] = {64, (cuuint32_t)box_heads, 1}, step[3] = {1, 1, 1};
-  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void*)x, dims, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const cuuint32_t step[4] = {1, 1, 1, 1};
+  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, (void*)x, dims, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                            swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
+// One query's boxes of heads x blocks of 64 channels: block after block, head after head, under the 128-byte swizzle in shared memory.
+inline cudaError_t encode_heads(CUtensorMap* map, const void* x, int heads, int queries, int64_t stride_h, int64_t stride_t, int box_heads,
+                                int box_blocks) {
+  const cuuint64_t dims[4] = {64, (cuuint64_t)heads, 8, (cuuint64_t)queries};
+  const cuuint64_t strides[3] = {(cuuint64_t)stride_h * 2, 128, (cuuint64_t)stride_t * 2};
+  const cuuint32_t box[4] = {64, (cuuint32_t)box_heads, (cuuint32_t)box_blocks, 1};
+  return encode_map(map, x, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
 
-// The kernel gets maps of q, 64 heads a box, and of the output, 16 heads a box.
+// The kernel gets maps of q, in boxes of 64 heads x q_blocks, and of the output, in boxes of 16 heads x one block.
 template <class P>
 inline cudaError_t launch_prefill(void (*kernel)(CUtensorMap, CUtensorMap, P), const P& p, const void* q, int64_t stride_t, int64_t stride_h,
-                                  int blocks, uint32_t smem_bytes, cudaStream_t stream) {
+                                  int q_blocks, int blocks, uint32_t smem_bytes, cudaStream_t stream) {
   if (p.queries == 0) return cudaSuccess;
   CUtensorMap q_map, out_map;
-  cudaError_t e = encode_heads(&q_map, q, p.heads, p.queries, stride_h, stride_t, 64);
-  if (e == cudaSuccess) e = encode_heads(&out_map, p.out, p.heads, p.queries, p.out_stride_h, p.out_stride_t, 16);
+  cudaError_t e = encode_heads(&q_map, q, p.heads, p.queries, stride_h, stride_t, 64, q_blocks);
+  if (e == cudaSuccess) e = encode_heads(&out_map, p.out, p.heads, p.queries, p.out_stride_h, p.out_stride_t, 16, 1);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
   if (e != cudaSuccess) return e;
   cudaLaunchConfig_t cfg = {};

@@ -53,7 +53,8 @@ class _RowsParams(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("heads", ctypes.c_int32),
         ("queries", ctypes.c_int32),
-        ("chunk", ctypes.c_int32),  # set at launch
+        ("window_octets", ctypes.c_int32),
+        ("second_octets", ctypes.c_int32),
     )
 
 
@@ -181,12 +182,12 @@ def prefill_rows(
     """Attention to the window and to a second list. Launches on the current stream; allocates nothing, never waits.
 
     Args:
-        q_THD, window, row_T, length_T, sink_H, out_THD, lse_TH: as for `prefill_window`, but row_T and the order of
-            queries are free with list_TW.
+        q_THD, window, row_T, length_T, sink_H, out_THD, lse_TH: as for `prefill_window`; with list_TW rows may lie
+            anywhere and octets of the window may hold anything beside them.
         second: workspace of the second list's rows. count_T: int32 [T], how many of them a query has.
         list_TW: int32 [T, W], its rows (negative: none), stride(1) = 1: the form for selected entries. Without it they
             are rows first_T[t] (int32, multiple of 8) to first_T[t] + count_T[t] - 1; the last octet must be finite
-            throughout.
+            throughout. Neighbours in a sequence then share what they load.
     """
     assert q_THD.dtype == window.dtype == second.dtype == out_THD.dtype == torch.bfloat16
     assert window.is_contiguous()
@@ -220,6 +221,8 @@ def prefill_rows(
         scale,
         heads,
         queries,
+        window.numel() // 4096,
+        second.numel() // 4096,
     )
     _launch("prefill_rows", params, q_THD)
 

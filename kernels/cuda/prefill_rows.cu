@@ -5,11 +5,11 @@
 // its first row on, then the list's. Dense: whole octets, see `Dense`; there the cut also depends on the row's place in its octet and on
 // whether it is odd, so callers keep rows equal to positions modulo 8. A query's bits depend on nothing else.
 //
-// A block stays on its multiprocessor and takes queries, 64 heads each, as one stream of tiles. Two warp-groups take the tiles in turn, each
-// with all of the next one's logits and softmax, and each makes 256 of the 512 output channels: of its own tile from the weights in
-// its registers, of the other group's from shared memory. So each multiplies while the other exponentiates. Maximum and sum go to
-// and fro with the weights. The third group loads: rows by cp.async (or, dense, by bulk copies), q by the copy engine; a tile is loaded
-// and given back in halves of 256 channels, as the products need it. What a tile is, is told in a note.
+// A block stays on its multiprocessor and takes queries, 64 heads each, as one stream of tiles. Two warp-groups take the tiles in turn: the
+// one whose turn it is makes a tile's logits and weights. Both multiply each tile's weights, each for 256 of the 512 output channels: the
+// own tile's from registers, the other group's from shared memory. So one multiplies while the other exponentiates. Maximum and sum go to and
+// fro with the weights. The third group loads rows, by cp.async (dense: by bulk copies); a tile is loaded and given back in halves of
+// 256 channels, as the products need it. What a tile is, is told in a note.
 //
 // Dense lists run up in even rows and down in odd ones: a query then begins with the two tiles that the one before ended with.
 #include "prefill.cuh"
@@ -31,13 +31,18 @@ struct Params {
   float* lse;  // [T, H] or null
   float scale;
   int32_t heads, queries;
-  int32_t chunk;  // dense: queries in a row for one block, set at launch
+  int32_t window_octets, second_octets;  // in the workspaces
+};
+// What the kernel gets besides.
+struct Launch : Params {
+  int32_t chunk;                       // dense: queries in a row for one block
+  CUtensorMap window_map, second_map;  // dense: the workspaces in boxes of half the channels of 8 octets
 };
 
 namespace {
 
-constexpr int kTile = 64, kLoaders = 96, kNotes = 8;
-constexpr uint32_t kTileBytes = 65536, kHalf = 4096;          // of an octet, half is half of the channels
+constexpr int kTile = 64, kNotes = 8;
+constexpr uint32_t kTileBytes = 65536, kHalf = 32768, kPart = 4096;  // half of the channels: of a tile, of an octet
 constexpr uint32_t kQ = 2 * kTileBytes, kP = kQ + 65536;      // two tiles, q, weights of a tile: 64 x 64 bf16
 constexpr uint32_t kStage = kP + 8192;                        // [8 warps] 16 heads x 64 channels of the output
 constexpr uint32_t kState = kStage + 16384;                   // after a tile: maximum and sum of each thread's two heads
@@ -132,6 +137,16 @@ __device__ __forceinline__ int2 ld_shared_i2(uint32_t addr) {
 __device__ __forceinline__ void st_shared_i2(uint32_t addr, int x, int y) {
   asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(addr), "r"(x), "r"(y) : "memory");
 }
+__device__ __forceinline__ void octets_load(uint32_t to, const CUtensorMap* map, int half, int octet, uint32_t bar) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+               "l"(map), "r"(0), "r"(0), "r"(4 * half), "r"(octet), "r"(bar)
+               : "memory");
+}
+inline cudaError_t encode_octets(CUtensorMap* map, const void* octets, int number) {
+  const cuuint64_t dims[4] = {64, 8, 8, (cuuint64_t)max(1, number)}, strides[3] = {128, 1024, 8192};  // channel, row, block, octet
+  const cuuint32_t box[4] = {64, 8, 4, 8};
+  return encode_map(map, octets, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);  // swizzled as it lies
+}
 __device__ __forceinline__ bool all_of_group(int barrier, bool v) {  // whether all 128 threads say so
   int r;
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.and.pred q, %2, 128, p;\nselp.b32 %0, 1, 0, q;\n}\n"
@@ -143,11 +158,11 @@ __device__ __forceinline__ bool all_of_group(int barrier, bool v) {  // whether 
 
 // A block's queries: every n-th one, or (dense) every n-th run of `chunk`.
 template <bool kDense>
-__device__ __forceinline__ int first_query(const Params& p) {
+__device__ __forceinline__ int first_query(const Launch& p) {
   return kDense ? blockIdx.x * p.chunk : blockIdx.x;
 }
 template <bool kDense>
-__device__ __forceinline__ int next_query(const Params& p, int i) {
+__device__ __forceinline__ int next_query(const Launch& p, int i) {
   if (!kDense) return i + gridDim.x;
   return (i + 1) % p.chunk ? i + 1 : i + 1 + ((int)gridDim.x - 1) * p.chunk;
 }
@@ -163,7 +178,7 @@ struct Tile {
 // the window's other octets, cut from its end. Queries whose rows share an octet so have their last two tiles in common.
 struct Dense {
   int row, start, count, first, near, far, far_tiles, tiles;
-  __device__ __forceinline__ Dense(const Params& p, int i) {
+  __device__ __forceinline__ Dense(const Launch& p, int i) {
     tiles = 0;
     if (i >= p.queries) return;
     row = __ldg(p.row + i);
@@ -200,11 +215,11 @@ struct Dense {
 // Where the warps that gather are: tile t of query i, the k-th of the block.
 struct Gather {
   int i, k = 0, t = 0, row, length, count, window_tiles, tiles;
-  __device__ __forceinline__ explicit Gather(const Params& p) {
+  __device__ __forceinline__ explicit Gather(const Launch& p) {
     i = first_query<false>(p);
     enter(p);
   }
-  __device__ __forceinline__ void enter(const Params& p) {
+  __device__ __forceinline__ void enter(const Launch& p) {
     if (i >= p.queries) return;
     row = __ldg(p.row + i);
     length = __ldg(p.length + i);
@@ -212,14 +227,14 @@ struct Gather {
     window_tiles = (length + kTile - 1) / kTile;
     tiles = max(1, window_tiles + (count + kTile - 1) / kTile);
   }
-  __device__ __forceinline__ void advance(const Params& p) {
+  __device__ __forceinline__ void advance(const Launch& p) {
     if (++t < tiles) return;
     t = 0;
     ++k;
     i = next_query<false>(p, i);
     enter(p);
   }
-  __device__ __forceinline__ int read(const Params& p, int r) const {  // the workspace row of the tile's row r, negative: none
+  __device__ __forceinline__ int read(const Launch& p, int r) const {  // the workspace row of the tile's row r, negative: none
     const bool in_window = t < window_tiles;
     const int at = (in_window ? t : t - window_tiles) * kTile + r;
     if (i >= p.queries || r >= kTile || at >= (in_window ? length : count)) return -1;
@@ -241,17 +256,17 @@ struct Constant {
 
 }  // namespace
 
-// q_map: q in boxes of 64 heads x 64 channels; out_map: the output in boxes of 16 heads.
+// q_map: q in boxes of 64 heads x 256 channels; out_map: the output in boxes of 16 heads x 64 channels.
 template <bool kDense>
 __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap out_map,
-                                                       const __grid_constant__ Params p) {
+                                                       const __grid_constant__ Launch p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t smem = smem_u32(shared_bytes);
   const int group = threadIdx.x >> 7, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head0 = blockIdx.y * 64;
   const uint32_t full = smem + kBars, empty = full + 32, q_full = full + 64, q_empty = full + 80, p_full = full + 96, noted = full + 104;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 4; ++i) {
-      mbar_init(full + 8 * i, kDense ? 1 : kLoaders);
+      mbar_init(full + 8 * i, kDense ? 1 : 128);
       mbar_init(empty + 8 * i, 4);
     }
     for (int i = 0; i < 2; ++i) {
@@ -259,7 +274,7 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
       mbar_init(q_empty + 8 * i, 8);
     }
     mbar_init(p_full, 4);
-    for (int i = 0; i < kNotes; ++i) mbar_init(noted + 8 * i, kDense ? 1 : 3);
+    for (int i = 0; i < kNotes; ++i) mbar_init(noted + 8 * i, kDense ? 1 : 4);
     fence_barrier_init();
   }
   // Rows past a list's end keep what memory held, and weight 0 times that could be NaN.
@@ -270,18 +285,6 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
 
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-    if (warp == 11) {  // q
-      if (lane != 0) return;
-      int k = 0;
-      for (int i = first_query<kDense>(p); i < p.queries; i = next_query<kDense>(p, i), ++k)
-        for (int half = 0; half < 2; ++half) {
-          if (k > 0) mbar_wait(q_empty + 8 * half, (k - 1) & 1);
-          mbar_expect(q_full + 8 * half, 32768);
-          for (int block = 4 * half; block < 4 * half + 4; ++block)
-            tensor_load(smem + kQ + block * 8192, &q_map, block * 64, head0, i, q_full + 8 * half);
-        }
-      return;
-    }
     const auto note = [&](int it, int what, int query) {  // the warp's biases are in place
       const int slot = it & (kNotes - 1);
       if (threadIdx.x == 256) st_shared_i2(smem + kNote + slot * 8, what, query);
@@ -320,12 +323,15 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
           for (int half = 0; half < 2; ++half) {
             const uint32_t bar = full + 16 * buf + 8 * half;
             if (number > 0) mbar_wait(empty + 16 * buf + 8 * half, (number - 1) & 1);
-            if (lane == 0) mbar_expect(bar, (x.far + x.near) * kHalf);
+            const uint32_t to = smem + buf * kTileBytes + half * kHalf;
+            if (lane == 0) mbar_expect(bar, (x.far + x.near) * kPart);
             __syncwarp();
-            if (lane < x.far + x.near) {
+            if (x.far == 8 || x.near == 8) {  // a copy of a whole half takes as long to begin as one of a part of it
+              if (lane == 0) octets_load(to, x.far ? &p.second_map : &p.window_map, half, x.far ? x.far_first : x.near_first, bar);
+            } else if (lane < x.far + x.near) {
               const uint8_t* src = lane < x.far ? p.second + (int64_t)(x.far_first + lane) * 8192
                                                 : p.window + (int64_t)(x.near_first + lane - x.far) * 8192;
-              bulk_load(smem + buf * kTileBytes + lane * 8192 + half * kHalf, src + half * kHalf, kHalf, bar);
+              bulk_load(to + lane * kPart, src + half * kPart, kPart, bar);
             }
           }
         }
@@ -334,11 +340,11 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
         i = after;
       }
     } else {
-      // Three warps take four rows at a time, in turn; in a load a thread has 16 bytes of each block of 64 channels of its row. The rows'
+      // Four warps take four rows at a time, in turn; in a load a thread has 16 bytes of each block of 64 channels of its row. The rows'
       // numbers are read one a lane, two tiles ahead.
       const int loader = warp - 8, sub = lane >> 3, chunk = lane & 7;
-      const int even = (chunk ^ ((loader & 1) * 4 + sub)) << 4, odd = even ^ 64;
-      const int r_own = lane < 24 ? ((lane >> 2) * 3 + loader) * 4 + (lane & 3) : kTile;
+      const int turned = (chunk ^ ((loader & 1) * 4 + sub)) << 4;
+      const int r_own = lane < 16 ? ((lane >> 2) * 4 + loader) * 4 + (lane & 3) : kTile;
       Gather at(p);
       const auto tell = [&](int tile, int from) {  // of the tile where `at` is
         if (r_own < kTile) bias(tile, r_own, from >= 0);
@@ -353,15 +359,15 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
       }
       for (; more; ++it) {
         const int buf = it & 1;
-        const uint8_t* base = (window ? p.window : p.second);
-        const uint8_t* src[6];
-        uint32_t bytes[6];
+        const uint8_t* base = window ? p.window : p.second;
+        const uint8_t* src[4];
+        uint32_t bytes[4];
 #pragma unroll
-        for (int g = 0; g < 6; ++g) {
+        for (int g = 0; g < 4; ++g) {
           const int row = __shfl_sync(~0u, from, g * 4 + sub), x = max(row, 0);
           bytes[g] = row >= 0 ? 16 : 0;
           // Row r of the tile has chunk c at place c ^ r % 8, the workspace has that at place c ^ r % 8 ^ x % 8.
-          src[g] = base + (((int64_t)(x >> 3) << 13) + ((((x & 7) << 7) | ((x & 7) << 4)) ^ (g & 1 ? odd : even)));
+          src[g] = base + (((int64_t)(x >> 3) << 13) + ((((x & 7) << 7) | ((x & 7) << 4)) ^ turned));
         }
         // The next tile is told of before this one's loads, so that its own need not wait behind them.
         more = at.i < p.queries;
@@ -376,17 +382,16 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
           const uint32_t bar = full + 16 * buf + 8 * half;
           if (it >= 2) mbar_wait(empty + 16 * buf + 8 * half, ((it >> 1) - 1) & 1);
 #pragma unroll
-          for (int g = 0; g < 6; ++g) {
-            const int r4 = (g * 3 + loader) * 4;  // half of an octet
-            if (r4 < kTile) {
-              const uint32_t to = smem + buf * kTileBytes + (r4 >> 3) * 8192 + half * kHalf + (r4 & 4) * 128 + sub * 128 + (chunk << 4);
+          for (int g = 0; g < 4; ++g) {
+            const uint32_t octet = smem + buf * kTileBytes + half * kHalf + (g * 2 + (loader >> 1)) * kPart;
+            const uint32_t to = octet + (loader & 1) * 512 + sub * 128 + (chunk << 4);
 #pragma unroll
-              for (int block = 0; block < 4; ++block)
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + block * 1024), "l"(src[g] + half * kHalf + block * 1024),
-                             "r"(bytes[g])
-                             : "memory");
-            }
+            for (int block = 0; block < 4; ++block)
+              asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + block * 1024), "l"(src[g] + half * kPart + block * 1024),
+                           "r"(bytes[g])
+                           : "memory");
           }
+          // In memory when the barrier says so: as in CUTLASS's loops over cp.async, the tensor cores' reads need no proxy fence.
           asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
         }
         from = from_next, from_next = from_third;
@@ -403,8 +408,8 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
   const bool has[2] = {head < p.heads, head + 8 < p.heads};
   const float to_log2 = p.scale * kLog2e;
   const float sink[2] = {p.sink && has[0] ? p.sink[head] * kLog2e : -INFINITY, p.sink && has[1] ? p.sink[head + 8] * kLog2e : -INFINITY};
-  const uint64_t q_desc = operand(smem + kQ, 16, 1024), k_desc = operand(smem, 16, 8192);
-  const uint64_t p_desc = operand(smem + kP, 16, 1024), v_desc = operand(smem + group * kHalf, 1024, 8192);
+  const uint64_t q_desc = operand(smem + kQ, 16, 1024), k_desc = operand(smem, 16, kPart);
+  const uint64_t p_desc = operand(smem + kP, 16, 1024), v_desc = operand(smem + group * kHalf, 1024, kPart);
   const uint32_t state = smem + kState + (threadIdx.x & 127) * 16;
   // Where this lane puts matrices: a row of 128 bytes in 16 of them, of the weights or of the output on its way.
   const uint32_t line = ((warp & 3) * 16 + (lane & 15)) * 128, stage = smem + kStage + group * 8192 + (warp & 3) * 2048;
@@ -444,9 +449,16 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
       }
       fence_async();
       __syncwarp();
-      if (lane == 0) tensor_store(&out_map, group * 256 + c * 64, head0 + (warp & 3) * 16, query, stage);
+      if (lane == 0) tensor_store(&out_map, group * 4 + c, head0 + (warp & 3) * 16, query, stage);
     }
   };
+
+  const auto load_q = [&](int query, int half) {
+    mbar_expect(q_full + 8 * half, kHalf);
+    tensor_load(smem + kQ + half * kHalf, &q_map, 4 * half, head0, query, q_full + 8 * half);
+  };
+  if (threadIdx.x == 0 && first_query<kDense>(p) < p.queries)
+    for (int half = 0; half < 2; ++half) load_q(first_query<kDense>(p), half);
 
   for (int it = group;; it += 2) {
     const auto note_of = [&](int tile) {
@@ -468,63 +480,82 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
     const auto release = [&](int note) {
       if (lane == 0 && !(note & kKept)) mbar_arrive(empty + (note & kBuffer ? 16 : 0) + 8 * group);
     };
-    const auto multiply_q = [&]() {
+    const auto leave_q = [&](int half) {  // this group needs no more of it; whoever has the query's last tile loads the next one's
+      if (lane == 0) mbar_arrive(q_empty + 8 * half);
+      if ((threadIdx.x & 127) == 0 && (what & kLast)) {
+        const int next = next_query<kDense>(p, tile.y);
+        mbar_wait(q_empty + 8 * half, q_parity);
+        if (next < p.queries) load_q(next, half);
+      }
+      __syncwarp();
+    };
+    const auto multiply_q = [&](auto between) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (exists) {
           if (enters) mbar_wait(q_full + 8 * half, q_parity);
           mbar_wait(own_full + 8 * half, parity);
         }
+        const uint64_t half_desc = k_desc + ((buf * kTileBytes + half * kHalf) >> 4);
         wgmma_fence();
 #pragma unroll
         for (int k = 16 * half; k < 16 * half + 16; ++k)
-          wgmma_qk(s, q_desc + (k >> 2) * 512 + (k & 3) * 2, k_desc + buf * (kTileBytes >> 4) + (k >> 2) * 64 + (k & 3) * 2, k != 0);
+          wgmma_qk(s, q_desc + (k >> 2) * 512 + (k & 3) * 2, half_desc + (k >> 2 & 3) * 64 + (k & 3) * 2, k != 0);
         wgmma_commit();
+        if (half == 0) between();
       }
     };
 
-    // Of the own tile's logits and the product with the tile before, the one that can begin first does.
+    // Of the product with the tile before and the own tile's logits, the one that can begin first does.
     bool own_first = it > 0 && exists;
     if (own_first) {
       if ((warp & 3) == 0) {
-        do own_first = mbar_done(own_full + 0, parity) && (!enters || mbar_done(q_full + 0, q_parity));
-        while (!own_first && !mbar_done(p_full, (it - 1) & 1));
+        own_first = false;
+        while (!own_first && !mbar_done(p_full, (it - 1) & 1))
+          own_first = mbar_done(own_full, parity) && (!enters || mbar_done(q_full, q_parity));
       }
       own_first = all_of_group(1 + group, own_first);
     }
     // No branch may come between products that are under way: so the whole step stands in either order.
     const auto step = [&](auto order) {
       constexpr bool kOwnFirst = decltype(order)::value;
-      if constexpr (kOwnFirst) multiply_q();
+      if constexpr (kOwnFirst) multiply_q([]() {});
       if (it > 0) {
         mbar_wait(p_full, (it - 1) & 1);
         const float4 now = ld_shared_f4(state);
         const float alpha[2] = {exp2_fast(m[0] - (now.x == -INFINITY ? 0.0f : now.x)), exp2_fast(m[1] - (now.y == -INFINITY ? 0.0f : now.y))};
         m[0] = now.x, m[1] = now.y, l[0] = now.z, l[1] = now.w;
-        if (before.x & kLast) weigh(before.y, false);
         if (!(before.x & kFirst)) rescale(alpha);
       }
       const uint64_t before_desc = v_desc + (before.x & kBuffer ? kTileBytes >> 4 : 0);
       const int adds = !(before.x & kFirst);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma_pv_ss256(o, p_desc + k * 2, before_desc + k * 1024, adds | k);
+      for (int k = 0; k < 4; ++k) wgmma_pv_ss256(o, p_desc + k * 2, before_desc + k * (2 * kPart >> 4), adds | k);
       wgmma_commit();
+      if (before.x & kLast) weigh(before.y, false);
       if constexpr (!kOwnFirst) {
-        wgmma_wait<0>();
-        settled(o);
-        release(before.x);
-        multiply_q();
+        // If the own tile is late, there is time to see this one through, so that its memory is free the sooner.
+        bool held = exists && it > 0 && mbar_done(own_full, parity);
+        if (!held) {
+          wgmma_wait<0>();
+          release(before.x);
+        }
+        multiply_q([&]() {
+          wgmma_wait<1>();
+          settled(o);
+          if (held) release(before.x);
+        });
         if (before.x & kLast) finish(before.y, Constant<0>(), Constant<2>());
         if (exists && (what & kLeaves)) {
           wgmma_wait<1>();
-          if (lane == 0) mbar_arrive(q_empty);
+          leave_q(0);
         }
         wgmma_wait<0>();
       } else {
         if (what & kLeaves) {
           wgmma_wait<2>();
-          if (lane == 0) mbar_arrive(q_empty);
+          leave_q(0);
         }
         wgmma_wait<1>();
       }
@@ -533,7 +564,7 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
         if (before.x & kLast) finish(before.y, Constant<2>(), Constant<4>());
         return;
       }
-      if ((what & kLeaves) && lane == 0) mbar_arrive(q_empty + 8);
+      if (what & kLeaves) leave_q(1);
 
       float top[2] = {-INFINITY, -INFINITY};
       const float* bias = (const float*)(shared_bytes + kBias + (it & (kNotes - 1)) * 256) + 2 * quad;
@@ -556,6 +587,11 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
         alpha[h] = exp2_fast(was - shift[h]);
         l[h] = goes_on ? l[h] * alpha[h] : 0.0f;
       }
+      if constexpr (kOwnFirst) {
+        wgmma_wait<0>();
+        settled(o);
+        release(before.x);
+      }
 #pragma unroll
       for (int c = 0; c < 32; ++c) {
         s[c] = exp2_fast(s[c] - shift[(c >> 1) & 1]);
@@ -565,12 +601,7 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
       for (int k = 0; k < 4; ++k)
 #pragma unroll
         for (int j = 0; j < 4; ++j) pr[k][j] = pack_bf16(s[8 * k + 2 * j], s[8 * k + 2 * j + 1]);
-      if constexpr (kOwnFirst) {
-        wgmma_wait<0>();
-        settled(o);
-        release(before.x);
-      }
-      // The weights and the state before them were read by this group's own product, so both may be overwritten.
+      // Only this group read the weights and the state of the tile before, and it is done with them: both may be overwritten.
 #pragma unroll
       for (int k = 0; k < 4; ++k) store_matrices(smem + kP + line + chunk_at(k), pr[k]);
       asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(state), "f"(m[0]), "f"(m[1]), "f"(l[0]), "f"(l[1]) : "memory");
@@ -582,7 +613,7 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
       const uint64_t own_desc = v_desc + buf * (kTileBytes >> 4);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma_pv_rs256(o, pr[k], own_desc + k * 1024, goes_on | k);
+      for (int k = 0; k < 4; ++k) wgmma_pv_rs256(o, pr[k], own_desc + k * (2 * kPart >> 4), goes_on | k);
       wgmma_commit();
       if (what & kLast) weigh(tile.y, true);
       wgmma_wait<0>();
@@ -600,7 +631,13 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
 }
 
 extern "C" int hr_prefill_rows(const Params* p, const void* q, int64_t stride_t, int64_t stride_h, int blocks, void* stream) {
-  Params own = *p;
+  Launch own = {*p};
   own.chunk = max(1, min(8, own.queries / blocks));
-  return launch_prefill(p->list ? prefill_rows<false> : prefill_rows<true>, own, q, stride_t, stride_h, blocks, kSmemBytes, (cudaStream_t)stream);
+  if (p->list == nullptr) {
+    cudaError_t e = encode_octets(&own.window_map, p->window, p->window_octets);
+    if (e == cudaSuccess) e = encode_octets(&own.second_map, p->second, p->second_octets);
+    if (e != cudaSuccess) return e;
+  }
+  auto kernel = p->list ? prefill_rows<false> : prefill_rows<true>;
+  return launch_prefill(kernel, own, q, stride_t, stride_h, 4, blocks, kSmemBytes, (cudaStream_t)stream);
 }

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
           const uint32_t bar = q_full + 8 * (n % 2 * kBlocks + block);
           if (n > 0) mbar_wait(q_empty + 8 * block, (n - 1) & 1);
           mbar_expect(bar, kBlockBytes);
-          tensor_load(smem + kQ + block * kBlockBytes, &q_map, block * 64, head0, i, bar);
+          tensor_load(smem + kQ + block * kBlockBytes, &q_map, block, head0, i, bar);
         }
     }
     return;
@@ -273,12 +273,12 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
       }
       fence_async();
       __syncwarp();
-      if (lane == 0) tensor_store(&out_map, c * 64, head0 + (warp & 3) * 16, i, stage);
+      if (lane == 0) tensor_store(&out_map, c, head0 + (warp & 3) * 16, i, stage);
     }
   }
   if (lane == 0) tensor_stores_read();
 }
 
 extern "C" int hr_prefill_window(const Params* p, const void* q, int64_t stride_t, int64_t stride_h, int blocks, void* stream) {
-  return launch_prefill(prefill_window, *p, q, stride_t, stride_h, blocks, kSmemBytes, (cudaStream_t)stream);
+  return launch_prefill(prefill_window, *p, q, stride_t, stride_h, 1, blocks, kSmemBytes, (cudaStream_t)stream);
 }

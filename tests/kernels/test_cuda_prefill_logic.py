@@ -36,9 +36,14 @@ def test_a_gathered_row_keeps_its_chunks() -> None:
 
 
 def test_loaders_fill_a_tile_once() -> None:
-    """Three warps, six groups of four rows each, cover the 64 rows of a tile."""
-    rows = [(g * 3 + loader) * 4 + sub for loader in range(3) for g in range(6) for sub in range(4)]
-    assert sorted(r for r in rows if r < 64) == list(range(64))
+    """Four warps, four groups of four rows each, cover a tile; a thread has the same row of each of its octets."""
+    rows = [(g * 4 + loader) * 4 + sub for loader in range(4) for g in range(4) for sub in range(4)]
+    assert sorted(rows) == list(range(64))
+    for loader in range(4):
+        for g in range(4):
+            for sub in range(4):
+                r = (g * 4 + loader) * 4 + sub
+                assert (r >> 3, r & 7) == (g * 2 + (loader >> 1), (loader & 1) * 4 + sub)
 
 
 class Ring:
