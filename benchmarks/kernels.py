@@ -500,23 +500,25 @@ def hyper(table: Any) -> None:
         streams, y = x.view(t, 4, 4096), rand(t, 4096).to(torch.bfloat16)
         return {
             "streams": streams,
-            "fixed": (fn, rand(24), rand(3).abs() / 128, rand(4096).to(torch.bfloat16)),
+            "fn": fn,
+            "fixed": (rand(24), rand(3).abs() / 128, rand(4096).to(torch.bfloat16)),
+            "packed": k7.pack_weights(fn),
             "after": (y, 2 * torch.rand(t, 4, device=DEV), k7.sinkhorn(rand(t, 4, 4), 20, 1e-6)),
             "out": (torch.empty_like(y), torch.empty(t, 4, device=DEV), torch.empty(t, 4, 4, device=DEV)),
             "streams_out": torch.empty_like(streams),
         }
 
-    def call(d: Any, after: bool, tile: int | None) -> int:
+    def call(d: Any, after: bool) -> int:
         ends = {"after": d["after"], "streams_out_TND": d["streams_out"]} if after else {}
-        return k7.hyper_connect(d["streams"], *d["fixed"], *d["out"], tile=tile, **ends)
+        return k7.hyper_connect(d["streams"], d["packed"], *d["fixed"], *d["out"], **ends)
 
-    def measure(shape: str, sets: list[Any], peer_us: float, tiles: tuple[int | None, ...]) -> None:
+    def measure(shape: str, sets: list[Any], peer_us: float) -> None:
         d, t = sets[0], sets[0]["streams"].shape[0]
         rows = torch.randperm(t, device=DEV)[:256]
         for after in (False, True):
             part = tuple(x[rows] for x in d["after"]) if after else None
-            want = k7.hyper_connect_reference(d["streams"][rows], *d["fixed"], after=part)
-            nbytes = t * ((5 + 5 * after) * 8192 + 80 * (1 + after)) + d["fixed"][0].numel() * 4
+            want = k7.hyper_connect_reference(d["streams"][rows], d["fn"], *d["fixed"], after=part)
+            nbytes = t * ((5 + 5 * after) * 8192 + 80 * (1 + after)) + d["fn"].numel() * 4
             low = floor_us(2 * t * 16384 * 24, nbytes)
 
             def check(_: Any) -> dict[str, float]:
@@ -524,27 +526,26 @@ def hyper(table: Any) -> None:
                 names = ("streams", "layer_in", "post", "comb")
                 return {n: relative_error(g[rows], w) for n, g, w in zip(names, got, want, strict=True)}
 
-            for tile in tiles:
-                us = table.measure(
-                    Case(
-                        f"ours, {'after + before' if after else 'before'}{f', tiles of {tile}' if tile else ''}",
-                        shape,
-                        [lambda d=d: call(d, after, tile) for d in sets],
-                        check=check,
-                        reset=lambda: poison(*d["out"], d["streams_out"]),
-                        limit={"streams": 1e-3, "layer_in": 3e-3, "post": 2e-5, "comb": 2e-5},
-                        nbytes=nbytes,
-                    )
+            us = table.measure(
+                Case(
+                    f"ours, {'after + before' if after else 'before'}",
+                    shape,
+                    [lambda d=d: call(d, after) for d in sets],
+                    check=check,
+                    reset=lambda: poison(*d["out"], d["streams_out"]),
+                    limit={"streams": 1e-3, "layer_in": 3e-3, "post": 2e-5, "comb": 2e-5},
+                    nbytes=nbytes,
                 )
-                table.note(f"{us / peer_us:.2f} of the peer's time, floor {low:.1f} us = {low / us:.2f}")
+            )
+            table.note(f"{us / peer_us:.2f} of the peer's time, floor {low:.1f} us = {low / us:.2f}")
 
     for case in peer.hc(dg):
         peer_us = table.measure(case)
         if "64 tokens, 1 split" in case.shape:
             continue
         sets = [inputs(case.data.x, case.data.fn)]
-        table.note(f"clusters of 16 blocks at once: {call(sets[0], False, None)}")
-        measure(case.shape.partition(",")[0], sets, peer_us, (8, 16))
+        table.note(f"clusters of 16 blocks at once: {call(sets[0], False)}")
+        measure(case.shape.partition(",")[0], sets, peer_us)
     for t, number in ((1, 24), (64, 20), (256, 8)):  # together more than the L2: other streams and weights each time
         data = [
             (torch.randn(t, 16384, device=DEV).bfloat16(), torch.randn(24, 16384, device=DEV)) for _ in range(number)
@@ -562,7 +563,7 @@ def hyper(table: Any) -> None:
                 limit=1e-3,
             )
         )
-        measure(shape, [inputs(*d) for d in data], peer_us, (None,))
+        measure(shape, [inputs(*d) for d in data], peer_us)
 
 
 def prefill(table: Any) -> None:

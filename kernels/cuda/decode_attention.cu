@@ -53,6 +53,7 @@ struct Params {
   float* lse;  // [B, H] or null
   float scale, eps;
   int32_t heads, batch, raw_q, turn_out;
+  int32_t by_tiles, tiles_of_one, tiles_of_two;  // in the batch-invariant form: how many tiles one block takes, and two
 #ifdef HR_TRACE
   void* trace;
 #endif
@@ -108,17 +109,19 @@ __device__ __forceinline__ void wait_copies() {
 }
 
 struct Cut {
-  int n0, n1, tiles0, tiles, first, count;
+  int n0, n1, tiles0, tiles, first, count, parts;
 };
 
-// The run of tiles that block `rank` of `size` takes.
-__device__ __forceinline__ Cut cut_of(int n0, int n1, int rank, int size) {
+// The run of tiles that block `rank` of `size` takes. Either all blocks of the launch share a token or, in the batch-invariant form,
+// one, two or four of them by the number of its tiles alone; the launch then has enough for its longest.
+__device__ __forceinline__ Cut cut_of(const Params& p, int n0, int n1, int rank, int size) {
   Cut c;
   c.n0 = n0;
   c.n1 = n1;
   c.tiles0 = (c.n0 + kTile - 1) / kTile;
   c.tiles = c.tiles0 + (c.n1 + kTile - 1) / kTile;
-  int per = (c.tiles + size - 1) / size;
+  c.parts = p.by_tiles ? min(size, c.tiles > p.tiles_of_two ? 4 : c.tiles > p.tiles_of_one ? 2 : 1) : size;
+  const int per = (c.tiles + c.parts - 1) / c.parts;
   c.first = min(c.tiles, rank * per);
   c.count = min(c.tiles, c.first + per) - c.first;
   return c;
@@ -493,7 +496,7 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
       const float top = ld_f1(smem + kNotes + row * 8), shift = top == -INFINITY ? 0.0f : top;
       float sum = ld_f1(smem + kNotes + row * 8 + 4);
       if (p.lse && group == 0 && quad == 0 && head < p.heads) p.lse[(int64_t)token * p.heads + head] = (top + __log2f(sum)) * kLn2;
-      if (p.sink) sum += exp2_fast(ld_f1(smem + kSink + row * 4) * kLog2e - shift);
+      sum += exp2_fast(ld_f1(smem + kSink + row * 4) * kLog2e - shift);
       f[h] = top == -INFINITY ? 0.0f : kUnscale / sum;
     }
 #pragma unroll
@@ -574,7 +577,7 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
       }
       if (p.lse && quarter == 0 && quad == 0 && (lane >> 2) < rows)
         p.lse[(int64_t)token * p.heads + head0 + rank * kHeads + own] = (top + __log2f(sum)) * kLn2;
-      if (p.sink) sum += exp2_fast(ld_f1(smem + kSink + min(rank * kHeads + own, 63) * 4) * kLog2e - shift);
+      sum += exp2_fast(ld_f1(smem + kSink + min(rank * kHeads + own, 63) * 4) * kLog2e - shift);
       const float f = top == -INFINITY ? 0.0f : kUnscale / sum;
 #pragma unroll
       for (int r = 0; r < C; ++r) weight[r] *= f;
@@ -623,7 +626,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     fence_barrier_init();
   }
   // Whatever does not need the lengths is under way before they are here: slots as if both lists were full.
-  const Cut guess = cut_of(p.list[0].width, p.list[1].width, rank, C);
+  const Cut guess = cut_of(p, p.list[0].width, p.list[1].width, rank, C);
   const int entry_row = (warp & 7) * 8 + (lane & 7), quarter = lane >> 3;
   const int32_t *at_slots = slot_place(p, guess, token, quarter, entry_row),
                 *at_later = slot_place(p, guess, token, quarter + 4, entry_row);
@@ -640,15 +643,21 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     if (at_later) later = __ldg(at_later);
   }
   int n0 = at_n0 ? __ldg(at_n0) : 0, n1 = at_n1 ? __ldg(at_n1) : 0;
+  const bool broken = n0 < 0 || n1 < 0;
   n0 = min(max(n0, 0), p.list[0].width);
   n1 = min(max(n1, 0), p.list[1].width);
-  const Cut c = cut_of(n0, n1, rank, C);
+  const Cut c = cut_of(p, n0, n1, rank, C);
+  // A block that has its token to itself ends it as in a launch of one block a token: the same bits, and nobody waits.
+  const bool together = C > 1 && c.parts > 1;
+  if (C > 1 && !together && rank > 0) return;
 
   const int row0 = (warp & 3) * 16 + (lane >> 2), quad = lane & 3;
   if (group == 1) {
     const int i = threadIdx.x & 63;
     if (threadIdx.x < 192) {
-      if (p.sink && head0 + i < p.heads) ((float*)(shared_bytes + kSink))[i] = p.sink[head0 + i];
+      // A list of negative length is none: what would be made of it is NaN.
+      const float sink = p.sink && head0 + i < p.heads ? p.sink[head0 + i] : -INFINITY;
+      ((float*)(shared_bytes + kSink))[i] = broken ? __int_as_float(0x7fffffff) : sink;
     } else if (p.out8 || p.turn_out) {
       ((float*)(shared_bytes + kTurn))[i] = p.cos_sin[p.positions[token] * 64 + i];
     }
@@ -674,7 +683,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       later = slot_of(p, c, token, quarter + 4, entry_row);
     }
     produce(p, c, smem, token, threadIdx.x - 256, slots, later, full, empty);
-    if (C > 1) {
+    if (together) {
       asm volatile("cp.async.wait_all;" ::: "memory");
       cluster_arrive();
       cluster_wait();
@@ -732,7 +741,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(rows.x), "=r"(rows.y) : "r"(smem + kHeld + buf * 8));
       wgmma_wait<0>();
       HR_MARK(5 + 4 * it);
-      if (C > 1 && it + 1 == c.count) cluster_arrive();
+      if (together && it + 1 == c.count) cluster_arrive();
 
       if ((rows.x & rows.y) != ~0u) {
 #pragma unroll
@@ -801,13 +810,16 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       }
     }
     HR_MARK(60);
-    if (C > 1 && c.count == 0) cluster_arrive();
+    if (together && c.count == 0) cluster_arrive();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       l[h] += __shfl_xor_sync(~0u, l[h], 1);
       l[h] += __shfl_xor_sync(~0u, l[h], 2);
     }
-    finish<C>(p, smem, o, m, l, token, head0, rank, group, warp, lane);
+    if (together)
+      finish<C>(p, smem, o, m, l, token, head0, rank, group, warp, lane);
+    else
+      finish<1>(p, smem, o, m, l, token, head0, rank, group, warp, lane);
     HR_MARK(62);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
@@ -842,9 +854,12 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
         mbar_arrive(p_empty);
       }
     }
-    if (C > 1) cluster_arrive();
+    if (together) cluster_arrive();
     float none[2] = {};
-    finish<C>(p, smem, o, none, none, token, head0, rank, group, warp, lane);
+    if (together)
+      finish<C>(p, smem, o, none, none, token, head0, rank, group, warp, lane);
+    else
+      finish<1>(p, smem, o, none, none, token, head0, rank, group, warp, lane);
     HR_MARK(62);
   }
 }

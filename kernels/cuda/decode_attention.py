@@ -7,10 +7,9 @@ request.
 Shape letters: B query tokens, H heads, W entries of a list, P pages, D = 512 channels (448 without position, 64
 rotary).
 
-The list lengths of a token and the constant `split` fix how its entries are cut and summed, so a token's result
-does not
-depend on what else is in the batch. Change `split` and the last bit may change: it belongs to the engine's
-configuration.
+A token's entries are cut into tiles of 64 and these dealt to the blocks of a cluster, whose sums are added in order. By
+how many, its own number of tiles decides (`parts_of`), so a token's result does not depend on what else is in the batch
+or the launch. Or `split` does, the same for all tokens; change it and the last bits change.
 """
 
 from __future__ import annotations
@@ -25,6 +24,9 @@ from . import build
 
 NOPE, ROPE, GROUP, ROW_BYTES, ENTRY_BYTES = 448, 64, 64, 576, 584
 SPLITS = (1, 2, 4, 5, 10)
+TILE = 64
+ONE_BLOCK, TWO_BLOCKS = 6, 12
+"""Tiles that one block takes, and two; more are for four. c4a's ten are for two, which is best from 16 tokens on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class EntryList:
     slots_BW: Tensor
     """int32 [B, W], page * N + position; a slot that is negative or past the last page is skipped. stride(1) = 1."""
     lengths_B: Tensor
-    """int32 [B]: how many of the W are in use; 0 is legal."""
+    """int32 [B]: how many of the W are in use; 0 is legal. Less than 0: the list is broken, its result NaN."""
 
 
 class _List(ctypes.Structure):
@@ -80,7 +82,15 @@ class _Params(ctypes.Structure):
         ("batch", ctypes.c_int32),
         ("raw_q", ctypes.c_int32),
         ("turn_out", ctypes.c_int32),
+        ("by_tiles", ctypes.c_int32),
+        ("tiles_of_one", ctypes.c_int32),
+        ("tiles_of_two", ctypes.c_int32),
     )
+
+
+def parts_of(tiles: int) -> int:
+    """Blocks that share a token of so many tiles, where no split is given."""
+    return 1 if tiles <= ONE_BLOCK else 2 if tiles <= TWO_BLOCKS else 4
 
 
 def _list_of(entries: EntryList | None) -> _List:
@@ -116,7 +126,7 @@ def decode_attention(
     *,
     sink_H: Tensor | None,
     scale: float = 512**-0.5,
-    split: int = 2,
+    split: int | None = None,
     out_BHD: Tensor | None = None,
     lse_BH: Tensor | None = None,
     positions_B: Tensor | None = None,
@@ -131,7 +141,7 @@ def decode_attention(
     Args:
         q_BHD: [B, H, 512] bf16, stride(2) = 1, other strides multiples of 8; any H, done 64 at a time.
         window, second: the two lists; a window of up to 128 entries first, then the selected or the 128:1 entries.
-        sink_H: [H] fp32 or None. split: blocks of a cluster that share a token, of SPLITS.
+        sink_H: [H] fp32 or None. split: blocks that share each token, of SPLITS; None: by the token's own tiles.
         out_BHD: [B, H, 512] bf16, written unless `quantised` is given. lse_BH: [B, H] fp32, natural logarithm, or None.
         raw_q: q is not yet normed (per head, no weight, `eps`) and not yet rotated; needs positions_B, cos_sin.
         quantised: e4m3 [H/8, B, 4096] and fp32 scales [H/8, B, 32] with stride(1) = 1: the output is rounded to bf16,
@@ -142,7 +152,8 @@ def decode_attention(
     """
     assert q_BHD.dtype == torch.bfloat16
     assert q_BHD.stride(2) == 1
-    assert split in SPLITS
+    blocks = split or parts_of(sum(-(-x.slots_BW.shape[1] // TILE) for x in (window, second) if x is not None))
+    assert blocks in SPLITS
     assert scale > 0
     fused = raw_q or turn_out or quantised is not None
     if fused:
@@ -166,6 +177,9 @@ def decode_attention(
         batch=q_BHD.shape[0],
         raw_q=int(raw_q),
         turn_out=int(turn_out),
+        by_tiles=int(split is None),
+        tiles_of_one=ONE_BLOCK,
+        tiles_of_two=TWO_BLOCKS,
     )
     if quantised is not None:
         codes, scales = quantised
@@ -181,7 +195,7 @@ def decode_attention(
         assert out_BHD.stride(2) == 1
         params.out, params.out_stride_t, params.out_stride_h = out_BHD.data_ptr(), out_BHD.stride(0), out_BHD.stride(1)
     status = build.load("decode_attention.cu").hr_decode_attention(
-        ctypes.byref(params), split, ctypes.c_void_p(build.current_stream())
+        ctypes.byref(params), blocks, ctypes.c_void_p(build.current_stream())
     )
     build.check(status, "decode_attention")
 

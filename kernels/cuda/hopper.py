@@ -8,10 +8,12 @@ another width than 4096 to Triton, fewer than 64 indexer heads are filled up wit
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..device import (
     After,
@@ -28,8 +30,6 @@ from ..entry_format import EntryFormat
 from ..paged import PagedEntries, StateRing
 from . import compressor, decode_attention, dense, experts, index_entries, indexer, mhc, prefill_attention, rows
 
-SPLITS = {0: 1, 4: 2, 128: 4}
-"""Blocks that share a token in attention, by the layer's ratio: part of what its bits are."""
 MAX_LOGITS = 1 << 26
 """Of the indexer at once, 256 MiB of fp32: a long chunk over a long context goes in pieces."""
 
@@ -110,12 +110,13 @@ class _Shared:
 class HopperOps(TritonOps):
     """See the module."""
 
-    name = "hopper-1"
+    name = "hopper-2"
     capturable = True
 
     def __init__(self) -> None:
         super().__init__()
         self._shared = _Shared({})
+        self._packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def begin(self, plan: StepPlan) -> None:
         self._shared = _Shared(
@@ -149,10 +150,20 @@ class HopperOps(TritonOps):
         post = torch.empty(t, 4, device=streams_TND.device)
         comb = torch.empty(t, 4, 4, device=streams_TND.device)
         mhc.hyper_connect(
-            streams_TND, weights.fn, weights.base, weights.scale, norm_D, layer_in, post, comb, after=after,
-            streams_out_TND=None if after is None else streams_TND, rounds=rounds, eps=eps, norm_eps=norm_eps,
+            streams_TND, self._packed_fn(weights.fn), weights.base, weights.scale, norm_D, layer_in, post, comb,
+            after=after, streams_out_TND=None if after is None else streams_TND,
+            rounds=rounds, eps=eps, norm_eps=norm_eps,
         )  # fmt: skip
         return streams_TND, layer_in, post, comb
+
+    def _packed_fn(self, fn: Tensor) -> Tensor:
+        """fn as K7's operands, made when a layer runs for the first time; no graph may be captured meanwhile."""
+        packed = self._packed.get(fn)
+        if packed is None:
+            assert not torch.cuda.is_current_stream_capturing()
+            packed = self._packed[fn] = mhc.pack_weights(fn)
+            torch.cuda.current_stream(fn.device).synchronize()  # K7 reads them before the kernel ahead has ended
+        return packed
 
     # ---- what is stored ----
 
@@ -256,9 +267,9 @@ class HopperOps(TritonOps):
             indexer.top_k(some, counts[at], chosen[at], count[at], pages, max_length=plan.max_entries)
         return Selected(chosen, count)
 
-    def _split(self, tokens: int, ratio: int) -> int:
-        """Blocks that share a token: a constant of the layer's class, whatever the batch."""
-        return SPLITS[ratio]
+    def _split(self, tokens: int, ratio: int) -> int | None:
+        """Blocks that share a token in attention; None: as many as its own entries ask for, whatever the batch."""
+        return None
 
     def attend(
         self,
@@ -358,7 +369,7 @@ class FastHopperOps(HopperOps):
     size of the batch.
     """
 
-    name = "hopper-fast-1"
+    name = "hopper-fast-2"
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,7 +442,8 @@ class FastHopperOps(HopperOps):
                 list_TW=selected.slots_TW if ratio == 4 else None, first_T=own.first_T[128] if ratio == 128 else None,
                 sink_H=sink_H, out_THD=out,
             )  # fmt: skip
-        rows.turn_back(out, plan.positions_T, table)
+        counts = plan.window_length_T if selected is None else selected.count_T
+        rows.turn_back(out, plan.positions_T, counts, table)
         return out
 
     def _gathered(self, view: PagedEntries, slots_R: Tensor) -> Tensor:

@@ -5,19 +5,24 @@
 //   pre, post', comb' = sigmoid, 2 sigmoid, Sinkhorn of mix * scale + base
 //   layer_in    = rms(bf16(sum_n pre[n] * streams'[n])) * weight
 //
-// A cluster of 16 blocks works on a tile of 8 or 16 tokens; a block has 256 channels of all four streams, a warp 32 of those.
-// The product runs on the tensor cores with fn on the rows: fn = hi + lo, two bf16 (16 bits of mantissa), 48 rows, kept in
-// registers for the whole launch; tokens are the columns. The order of k is permuted so that a thread's operand is the 16
-// bytes that it loads. Sums go warp, block, cluster in a fixed order that the number of tokens does not touch; a token's
-// column does not see the others. So its bits depend on nothing else in the launch, nor on the tile's size.
+// A cluster of 16 blocks works on eight tokens at a time (an octet); a block has 256 channels of all four streams, a warp 32 of
+// those. The product runs on the tensor cores with fn on the rows: fn = hi + lo, two bf16 (16 bits of mantissa), 48 rows, kept in
+// registers for the whole launch; tokens are the columns. The order of k is permuted so that a thread's operand is the 16 bytes
+// that it loads. The same operands give the products of a token's streams with each other (gram): their diagonal is the sum of
+// squares, and all of them give the norm of layer_in before it is made, sum_mn pre[m] pre[n] gram[m, n]. It leaves out the
+// rounding to bf16 inside the norm (2e-5 of it), and loses 2e-7 over c^2 where the streams cancel to a part c of themselves:
+// less than their own rounding then leaves of layer_in. Sums go warp, block, cluster in a fixed order that the number of tokens
+// does not touch; a token's column does not see the others. So its bits depend on nothing else in the launch.
 //
-// A tile passes three steps: product (eight warps); layer_in; norm (eight others, one tile later). After the first two, sums go
-// to the token's owner (token t of a tile: block t of the cluster), and the factors made of them come back, through distributed
-// shared memory, behind the work on other tiles. A tile stays in shared memory until layer_in is made, so the streams are
-// read once. Of the last four warps one loads post and comb, two sum what their block owns, and one does the Sinkhorn of up to
-// 32 tokens at a time, a lane each. The product is at most two tiles ahead of layer_in: what travels has two buffers.
-// Streams are loaded by the threads that multiply them (bulk copies of 512 bytes would take 70 cycles each to issue).
+// One warp loads octets (copy engine, 128-byte swizzle: token t's row has its 16-byte chunks at c ^ t). Eight warps multiply,
+// three add the warps' sums and send them to the token's owner (token t: block t, in every second octet t + 8) through
+// distributed shared memory. There two warps in turn make pre, post and the norm's factor and send pre and factor to all blocks,
+// and one does the Sinkhorn of up to 32 tokens at a time, a lane each. Eight warps make layer_in while the octet is still in
+// shared memory: the streams are read once. Where a sub-layer has ended these eight mix an octet kLate ahead of that, in
+// shared memory, and a last warp stores it from there. The product is at most kAhead octets ahead of layer_in.
 #include "hopper.cuh"
+
+#include <cuda.h>
 
 using namespace hr;
 
@@ -26,7 +31,7 @@ struct Params {
   const __nv_bfloat16* y;        // [T, 4096] or null: layer_in of the streams as they are
   const float* post;             // [T, 4], with y
   const float* comb;             // [T, 4, 4], with y; row: old stream, column: new stream
-  const float* fn;               // [24, 16384]
+  const uint4* fn;               // [rank][warp][24][lane]: operands of the tensor cores, see mhc.py's pack_weights
   const float* base;             // [24]
   const float* scale;            // [3]
   const __nv_bfloat16* weight;   // [4096]
@@ -36,49 +41,66 @@ struct Params {
   float* comb_out;               // [T, 4, 4]
   float eps, norm_eps;
   int32_t tokens, rounds;
-  int32_t per_tile, unused;  // tokens of a tile that are used: set by launch()
+  int32_t share, rest;  // octets of a cluster, and how many clusters have one more: set by launch()
 };
 
 namespace {
 
 constexpr int kD = 4096, kRanks = 16, kChannels = kD / kRanks, kWarps = kChannels / 32, kCompute = kWarps * 32;
-constexpr int kThreads = 2 * kCompute + 128;
-constexpr uint32_t kTokenBytes = 4 * kChannels * 2 + 64;  // + 64: two tokens lie in different banks
-constexpr uint32_t kYBytes = kChannels * 2 + 64;
-constexpr int kRow = 28;  // floats of a token's partial sums: 24 products, a sum of squares, 3 unused
+constexpr int kOctet = 8, kThreads = 2 * kCompute + 256, kReducers = 3;
+constexpr int kValues = 36;  // floats of a token's sums that travel: 24 products, 10 of the streams with each other, 2 unused
+constexpr int kRow = 40;     // the same in a warp's own sums: 40, so that four tokens lie in different banks
+constexpr int kAhead = 8;    // octets that the product may be ahead of layer_in: what travels has as many buffers
+constexpr int kSums = 3;     // buffers of the warps' sums
+constexpr int kLate = 4;     // octets between mixing and layer_in, which the same warps make
 
-template <bool kAfter, int kTokens>
+template <bool kAfter>
 struct Layout {
-  static constexpr uint32_t kY = kTokens * kTokenBytes, kPost = kY + kTokens * kYBytes, kComb = kPost + kTokens * 16;
-  static constexpr uint32_t kStage = kAfter ? kComb + kTokens * 64 : kY;
-  static constexpr int kStages = kTokens == 8 ? 3 : kAfter ? 4 : 5;
-  static constexpr uint32_t kSums = kStages * kStage;  // [2][warp][token][kRow] fp32
-  static constexpr uint32_t kOwn = kSums + 2 * kWarps * kTokens * kRow * 4;  // [2][rank][kRow] fp32: partial sums of the block's token
-  static constexpr uint32_t kPre = kOwn + 2 * kRanks * kRow * 4;  // [2][token] of 4 fp32
-  static constexpr uint32_t kNormSums = kPre + 2 * kTokens * 16;  // [2][warp][token] fp32: squares of layer_in
-  static constexpr uint32_t kNormOwn = kNormSums + 2 * kWarps * kTokens * 4;  // [2][rank] fp32
-  static constexpr uint32_t kNorm = kNormOwn + 2 * kRanks * 4;  // [2][token] fp32: factors
-  static constexpr uint32_t kWaiting = kNorm + 2 * kTokens * 4;  // [2][32] of 20 fp32: for Sinkhorn
-  static constexpr uint32_t kBars = kWaiting + 2 * 32 * 80;
-  static constexpr uint32_t kBytes = kBars + 8 * (3 * kStages + 8);
+  static constexpr uint32_t kY = kOctet * 4 * kChannels * 2, kPost = kY + kOctet * kChannels * 2, kComb = kPost + kOctet * 16;
+  static constexpr uint32_t kStage = kAfter ? kY + 5120 : kY;  // y, post, comb; rows of 128 bytes under the swizzle: whole 1024
+  static constexpr int kStages = kAfter ? 8 : 11;
+  static constexpr uint32_t kPartial = kStages * kStage;                                   // [kSums][warp][token][kRow] fp32
+  static constexpr uint32_t kOwn = kPartial + kSums * kWarps * kOctet * kRow * 4;          // [kAhead / 2][rank][kValues] fp32
+  static constexpr uint32_t kPre = kOwn + kAhead / 2 * kRanks * kValues * 4;               // [kAhead][token] of pre[4], factor
+  static constexpr uint32_t kWaiting = kPre + kAhead * kOctet * 32;                        // [2][32] of 20 fp32: for Sinkhorn
+  static constexpr uint32_t kWeight = kWaiting + 2 * 32 * 80;   // the block's channels of the norm's weight
+  static constexpr uint32_t kGram = kWeight + kChannels * 2;    // [owner warp] of 12 fp32
+  static constexpr uint32_t kBars = kGram + 2 * 48;
+  static constexpr int kBarriers = 4 * kStages + kSums + kAhead / 2 + kAhead;
+  static constexpr uint32_t kBytes = kBars + 8 * kBarriers;
+  static_assert(kComb + kOctet * 64 <= kY + 5120 && kBytes <= 232448);
+  static_assert(kStages >= kAhead);  // else a stage's `done` could end twice before the sums of kAhead later look at it
 };
 
 __device__ __forceinline__ void mbar_expect(uint32_t bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void wait_cluster(uint32_t bar, uint32_t parity) {  // for what other blocks have sent
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "WAIT_LOOP:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra DONE;\n"
-      "bra WAIT_LOOP;\n"
-      "DONE:\n}\n" ::"r"(bar), "r"(parity)
-      : "memory");
-}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void previous_kernel_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                "r"(bytes), "r"(bar)
+               : "memory");
+}
+// Eight tokens from `token` on, four blocks of 64 channels from `block` on; tokens past the end are zeros.
+__device__ __forceinline__ void load_streams(uint32_t to, const CUtensorMap* map, int token, int block, uint32_t bar) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %3, %5}], [%2];"
+               ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(token), "r"(block)
+               : "memory");
+}
+__device__ __forceinline__ void store_streams(const CUtensorMap* map, int token, int block, uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %2, %4}], [%1];\n"
+               "cp.async.bulk.commit_group;" ::"l"(map), "r"(from), "r"(0), "r"(token), "r"(block)
+               : "memory");
+}
+template <int kMost>
+__device__ __forceinline__ void wait_stores_read() {  // until at most kMost stores still read shared memory
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kMost) : "memory");
+}
+__device__ __forceinline__ void load_y(uint32_t to, const CUtensorMap* map, int token, int block, uint32_t bar) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+               ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(token), "r"(block)
                : "memory");
 }
 __device__ __forceinline__ void send_f4(uint32_t to, float4 v, uint32_t bar) {
@@ -94,9 +116,22 @@ __device__ __forceinline__ uint4 ld_u4(uint32_t addr) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory");
   return v;
 }
+__device__ __forceinline__ uint2 ld_u2(uint32_t addr) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(addr) : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_u2(uint32_t addr, uint2 v) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(addr), "r"(v.x), "r"(v.y) : "memory");
+}
 __device__ __forceinline__ float4 ld_f4(uint32_t addr) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr) : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 ld_f2(uint32_t addr) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(addr) : "memory");
   return v;
 }
 __device__ __forceinline__ float ld_f1(uint32_t addr) {
@@ -107,16 +142,13 @@ __device__ __forceinline__ float ld_f1(uint32_t addr) {
 __device__ __forceinline__ void st_f1(uint32_t addr, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
 }
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void st_f4(uint32_t addr, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+__device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ float sum_ranks(uint32_t addr, uint32_t stride) {  // in a fixed order, four chains
-  float v[4] = {};
-#pragma unroll
-  for (int r = 0; r < kRanks; ++r) v[r & 3] += ld_f1(addr + r * stride);
-  return (v[0] + v[1]) + (v[2] + v[3]);
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
@@ -125,131 +157,175 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + __expf(-x)); }
 
-// Two neighbouring values as bf16, and what is left of them as bf16.
-__device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& lo) {
-  hi = pack_bf16(a, b);
-  lo = pack_bf16(a - bf16_lo(hi), b - bf16_hi(hi));
+// A place in a ring of buffers and the parity of its barriers' phase.
+template <int kSize>
+struct Turn {
+  int at = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++at == kSize) at = 0, phase ^= 1;
+  }
+};
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Softmax over rows, then alternate division by column and row sums, in one thread's registers.
+// The order of an octet's tokens over the eight groups of four lanes: neighbours differ in bit 2, so their chunks in banks.
+__device__ __forceinline__ int token_of(int group) { return (group >> 1) | (group & 1) << 2; }
+
+__device__ __forceinline__ void reciprocals(float a, float b, float& ra, float& rb) {  // one division for two
+  const float r = reciprocal(a * b);
+  ra = r * b;
+  rb = r * a;
+}
+
+// Softmax over rows plus eps, then alternate division by column and row sums plus eps, in one thread's registers. The matrix
+// stays as it is and is r[i] * m[i][j] * c[j]: dividing column j by its sum c[j] * s + eps makes 1 / c[j] = s + eps / c[j].
 __device__ __forceinline__ void sinkhorn(float (&m)[16], float eps, int rounds) {
+  float r[4] = {1, 1, 1, 1}, c[4], ri[4] = {1, 1, 1, 1}, ci[4] = {1, 1, 1, 1};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float top = fmaxf(fmaxf(m[4 * i], m[4 * i + 1]), fmaxf(m[4 * i + 2], m[4 * i + 3]));
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum += m[4 * i + j] = __expf(m[4 * i + j] - top);
+    const float f = reciprocal(sum);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) m[4 * i + j] = m[4 * i + j] * reciprocal(sum) + eps;
+    for (int j = 0; j < 4; ++j) m[4 * i + j] = m[4 * i + j] * f + eps;
   }
-#pragma unroll 1
-  for (int round = 0; round < rounds; ++round) {
-    if (round > 0) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float f = reciprocal(((m[4 * i] + m[4 * i + 1]) + (m[4 * i + 2] + m[4 * i + 3])) + eps);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) m[4 * i + j] *= f;
-      }
-    }
+  auto columns = [&]() {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float f = reciprocal(((m[j] + m[4 + j]) + (m[8 + j] + m[12 + j])) + eps);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) m[4 * i + j] *= f;
+      ci[j] = m[12 + j] * r[3] + (m[8 + j] * r[2] + (m[4 + j] * r[1] + (m[j] * r[0] + eps * ci[j])));
     }
+    reciprocals(ci[0], ci[1], c[0], c[1]);
+    reciprocals(ci[2], ci[3], c[2], c[3]);
+  };
+  columns();
+#pragma unroll 1
+  for (int round = 1; round < rounds; ++round) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      ri[i] = m[4 * i + 3] * c[3] + (m[4 * i + 2] * c[2] + (m[4 * i + 1] * c[1] + (m[4 * i] * c[0] + eps * ri[i])));
+    }
+    reciprocals(ri[0], ri[1], r[0], r[1]);
+    reciprocals(ri[2], ri[3], r[2], r[3]);
+    columns();
   }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) m[i] *= r[i >> 2] * c[i & 3];
 }
 
 }  // namespace
 
-template <bool kAfter, int kTokens>
-__global__ void __launch_bounds__(kThreads, 1) mhc(const __grid_constant__ Params p) {
-  using L = Layout<kAfter, kTokens>;
-  constexpr int kTiles = kTokens / 8;  // column tiles of 8 tokens
+template <bool kAfter>
+__global__ void __launch_bounds__(kThreads, 1)
+    mhc(const __grid_constant__ CUtensorMap streams_map, const __grid_constant__ CUtensorMap y_map,
+        const __grid_constant__ CUtensorMap out_map, const __grid_constant__ Params p) {
+  using L = Layout<kAfter>;
+  constexpr int S = L::kStages;
+  // Registers a thread of the three kinds of warps: product, layer_in, the rest.
+  constexpr int kProduct = kAfter ? 144 : 152, kLayer = kAfter ? 56 : 40, kRest = kAfter ? 40 : 48;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t smem = smem_u32(shared_bytes);
   const int rank = blockIdx.x % kRanks, cluster = blockIdx.x / kRanks, clusters = gridDim.x / kRanks;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int tiles = (p.tokens + p.per_tile - 1) / p.per_tile;
-  const int count = (tiles - cluster + clusters - 1) / clusters;  // of this cluster: cluster, cluster + clusters, ...
-  // Of a stage: post and comb are there; product made (and streams mixed); free.
-  const uint32_t full = smem + L::kBars, ready = full + 8 * L::kStages, empty = ready + 8 * L::kStages;
-  // Two each: partial sums of the own token, pre, squares of the own token, norm's factors.
-  const uint32_t own_bar = empty + 8 * L::kStages, pre_bar = own_bar + 16, norm_own_bar = own_bar + 32, norm_bar = own_bar + 48;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < L::kStages; ++i) {
-      mbar_init(full + 8 * i, 1);
-      mbar_init(ready + 8 * i, kWarps);
-      mbar_init(empty + 8 * i, kWarps);
-    }
-    for (int i = 0; i < 8; ++i) mbar_init(own_bar + 8 * i, 1);
+  const int count = p.share + (cluster < p.rest);  // octets of this cluster: cluster, cluster + clusters, ...
+  // Of a stage: layer_in made; product made, so its sums are there; streams mixed; loaded.
+  const uint32_t done = smem + L::kBars, ready = done + 8 * S, mixed = ready + 8 * S, full = mixed + 8 * S;
+  // The warps' sums are added; the own token's sums of all ranks; pre and factors of all tokens.
+  const uint32_t added = full + 8 * S, own_bar = added + 8 * kSums, pre_bar = own_bar + 8 * (kAhead / 2);
+  if (threadIdx.x < L::kBarriers) {
+    const int i = threadIdx.x, first_own = 4 * S + kSums, first_pre = first_own + kAhead / 2;
+    mbar_init(done + 8 * i, i < S ? kWarps + kAfter : i < 3 * S ? kWarps : i >= 4 * S && i < first_own ? kReducers : 1);
     fence_barrier_init();
-    for (int i = 0; i < 2; ++i) {
-      mbar_expect(own_bar + 8 * i, kRanks * kRow * 4);
-      mbar_expect(pre_bar + 8 * i, p.per_tile * 16);
-      mbar_expect(norm_own_bar + 8 * i, kRanks * 4);
-      mbar_expect(norm_bar + 8 * i, p.per_tile * 4);
-    }
+    if (i >= first_own) mbar_expect(done + 8 * i, i < first_pre ? kRanks * kValues * 4 : kOctet * 20);
   }
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  __syncthreads();
+  cluster_arrive();  // who sends first waits for it
 
-  if (warp >= 2 * kWarps) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-  if (warp == 2 * kWarps) {  // loads
-    __syncthreads();
-    cluster_sync();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    for (int it = 0; kAfter && it < count; ++it) {
-      const int stage = it % L::kStages, token0 = (cluster + it * clusters) * p.per_tile, valid = min(p.per_tile, p.tokens - token0);
-      const uint32_t at = smem + stage * L::kStage, bar = full + 8 * stage;
-      if (it >= L::kStages) mbar_wait(empty + 8 * stage, (it / L::kStages - 1) & 1);
-      if (lane == 0) {
-        mbar_expect(bar, valid * 80);
-        bulk_load(at + L::kPost, p.post + (int64_t)token0 * 4, valid * 16, bar);
-        bulk_load(at + L::kComb, p.comb + (int64_t)token0 * 16, valid * 64, bar);
+  const int group = lane >> 2, quad = lane & 3, part = warp % kWarps, channel = rank * kChannels + part * 32 + quad * 8;
+  const int t = token_of(group);
+  const uint32_t own_line = (part >> 1) * 4096 + t * 128 + (((part & 1) * 4 + quad) ^ t) * 16;  // + stream * 1024
+  if (warp >= 2 * kWarps) {
+    give_registers<kRest>();
+    const int role = warp - 2 * kWarps;
+    if (role == 0) {  // loads
+      if (lane != 0) return;
+      previous_kernel_wait();
+      Turn<S> turn;
+      for (int it = 0, token0 = cluster * kOctet; it < count; ++it, token0 += clusters * kOctet, turn.next()) {
+        const int valid = min(kOctet, p.tokens - token0);
+        const uint32_t at = smem + turn.at * L::kStage, bar = full + 8 * turn.at;
+        if (it >= S) mbar_wait(done + 8 * turn.at, turn.phase ^ 1);
+        mbar_expect(bar, (kAfter ? L::kPost + valid * 80 : L::kY) + (it == 0 ? kChannels * 2 : 0));
+        if (it == 0) bulk_load(smem + L::kWeight, p.weight + rank * kChannels, kChannels * 2, bar);
+        load_streams(at, &streams_map, token0, rank * 4, bar);
+        if (kAfter) {
+          load_y(at + L::kY, &y_map, token0, rank * 4, bar);
+          bulk_load(at + L::kPost, p.post + (int64_t)token0 * 4, valid * 16, bar);
+          bulk_load(at + L::kComb, p.comb + (int64_t)token0 * 16, valid * 64, bar);
+        }
       }
-    }
-    return;
-  }
-  if (warp > 2 * kWarps) {
-    const float factor = lane < 4 ? p.scale[0] : lane < 8 ? p.scale[1] : p.scale[2], base = lane < 24 ? p.base[lane] : 0.0f;
-    __syncthreads();
-    cluster_sync();
-    if (rank >= p.per_tile) return;
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int64_t token0 = (int64_t)cluster * p.per_tile + rank, step = (int64_t)clusters * p.per_tile;
-    if (warp == 2 * kWarps + 1) {  // pre and post of the own token
-      for (int it = 0; it < count; ++it) {
-        const int buf = it & 1, at = it & 63;
-        const int64_t token = token0 + it * step;
-        wait_cluster(own_bar + 8 * buf, (it >> 1) & 1);
-        if (lane == 0) mbar_expect(own_bar + 8 * buf, kRanks * kRow * 4);
-        const float sum = sum_ranks(smem + L::kOwn + buf * kRanks * kRow * 4 + min(lane, 24) * 4, kRow * 4);
-        const float r = rsqrtf(__shfl_sync(~0u, sum, 24) * (1.0f / (4 * kD)) + p.norm_eps);
-        const float v = sum * r * factor + base, s = sigmoid(v) + p.eps;
-        const float4 pre = make_float4(__shfl_sync(~0u, s, 0), __shfl_sync(~0u, s, 1), __shfl_sync(~0u, s, 2), __shfl_sync(~0u, s, 3));
-        if (lane < kRanks) send_f4(map_rank(smem + L::kPre + (buf * kTokens + rank) * 16, lane), pre, map_rank(pre_bar + 8 * buf, lane));
-        if (lane >= 4 && lane < 8 && token < p.tokens) p.post_out[token * 4 + lane - 4] = 2.0f * sigmoid(v);
-        if (lane >= 8 && lane < 24) st_f1(smem + L::kWaiting + at * 80 + (lane - 8) * 4, v);
-        if ((at & 31) == 31 || it == count - 1) asm volatile("bar.arrive 3, 64;" ::: "memory");
+    } else if (role == 1 || role == 7) {  // pre, post and the norm's factor of the own tokens, every second one each
+      // Lane i has the values 2 i and 2 i + 1 of the 34.
+      const float factor = lane < 2 ? p.scale[0] : lane < 4 ? p.scale[1] : p.scale[2];
+      const float2 base = lane < 12 ? *(const float2*)(p.base + 2 * lane) : make_float2(0, 0);
+      const uint32_t pre_to = map_rank(smem + L::kPre + (rank & 7) * 32, lane & 15), pre_bar_to = map_rank(pre_bar, lane & 15);
+      const uint32_t grams = smem + L::kGram + (role == 7) * 48;
+      const int first = role == 7, own = (count - (rank >> 3) + 1) / 2;
+      previous_kernel_wait();
+      for (int n = first; n < own; n += 2) {
+        constexpr int kSlots = kAhead / 2;
+        const int it = 2 * n + (rank >> 3), slot = n % kSlots, buf = it % kAhead;
+        const int token = (cluster + it * clusters) * kOctet + (rank & 7);
+        mbar_wait(own_bar + 8 * slot, n / kSlots & 1);
+        const uint32_t from = smem + L::kOwn + slot * kRanks * kValues * 4 + min(lane, 16) * 8;
+        float2 v[4] = {};  // in a fixed order, four chains
+#pragma unroll
+        for (int r = 0; r < kRanks; ++r) {
+          const float2 x = ld_f2(from + r * kValues * 4);
+          v[r & 3].x += x.x, v[r & 3].y += x.y;
+        }
+        const float2 sum = make_float2((v[0].x + v[1].x) + (v[2].x + v[3].x), (v[0].y + v[1].y) + (v[2].y + v[3].y));
+        if (lane >= 12 && lane < 17) st_shared_f2(grams + (lane - 12) * 8, sum.x, sum.y);
+        __syncwarp();
+        if (lane == 0) mbar_expect(own_bar + 8 * slot, kRanks * kValues * 4);
+        const float4 g0 = ld_f4(grams), g1 = ld_f4(grams + 16);  // 00 01 02 03, 11 12 22 23
+        const float2 g3 = ld_f2(grams + 32);                     // 33 13
+        const float r = rsqrtf(((g0.x + g1.x) + (g1.z + g3.x)) * (1.0f / (4 * kD)) + p.norm_eps) * factor;
+        const float2 x = make_float2(sum.x * r + base.x, sum.y * r + base.y), s = make_float2(sigmoid(x.x), sigmoid(x.y));
+        if (lane >= 4 && lane < 12) st_shared_f2(smem + L::kWaiting + (n & 63) * 80 + (lane - 4) * 8, x.x, x.y);
+        if ((n & 31) >= 30 || n + 2 >= own) asm volatile("bar.arrive 3, 96;" ::: "memory");
+        auto pre_of = [&](int i) { return __shfl_sync(~0u, (i & 1 ? s.y : s.x) + p.eps, i >> 1); };
+        const float4 pre = make_float4(pre_of(0), pre_of(1), pre_of(2), pre_of(3));
+        if (lane < kRanks) send_f4(pre_to + buf * kOctet * 32, pre, pre_bar_to + 8 * buf);
+        const float squares = pre.x * (pre.x * g0.x + 2 * ((pre.y * g0.y + pre.z * g0.z) + pre.w * g0.w)) +
+                              pre.y * (pre.y * g1.x + 2 * (pre.z * g1.y + pre.w * g3.y)) +
+                              (pre.z * (pre.z * g1.z + 2 * (pre.w * g1.w)) + pre.w * pre.w * g3.x);
+        const float f = rsqrtf(fmaxf(squares, 0.0f) * (1.0f / kD) + p.norm_eps);
+        if (lane < kRanks) send_f1(pre_to + buf * kOctet * 32 + 16, f, pre_bar_to + 8 * buf);
+        if (lane >= 2 && lane < 4 && token < p.tokens)
+          *(float2*)(p.post_out + (int64_t)token * 4 + 2 * lane - 4) = make_float2(2 * s.x, 2 * s.y);
       }
-    } else if (warp == 2 * kWarps + 2) {  // norm of the own token
-      for (int it = 0; it < count; ++it) {
-        const int buf = it & 1;
-        wait_cluster(norm_own_bar + 8 * buf, (it >> 1) & 1);
-        if (lane == 0) mbar_expect(norm_own_bar + 8 * buf, kRanks * 4);
-        const float f = rsqrtf(sum_ranks(smem + L::kNormOwn + buf * kRanks * 4, 4) * (1.0f / kD) + p.norm_eps);
-        if (lane < kRanks) send_f1(map_rank(smem + L::kNorm + (buf * kTokens + rank) * 4, lane), f, map_rank(norm_bar + 8 * buf, lane));
-      }
-    } else {  // Sinkhorn
-      for (int it = 0; it < count; it += 32) {
-        asm volatile("bar.sync 3, 64;" ::: "memory");
-        const int64_t token = token0 + (it + lane) * step;
-        if (it + lane >= count || token >= p.tokens) continue;
+      if (first == 1 && own % 32 == 1) asm volatile("bar.arrive 3, 96;" ::: "memory");  // none of the last group's
+    } else if (role == 2) {  // Sinkhorn
+      previous_kernel_wait();
+      const int own = (count - (rank >> 3) + 1) / 2;
+      for (int n = 0; n < own; n += 32) {
+        asm volatile("bar.sync 3, 96;" ::: "memory");
+        const int64_t token = ((int64_t)cluster + (int64_t)(2 * (n + lane) + (rank >> 3)) * clusters) * kOctet + (rank & 7);
+        if (n + lane >= own || token >= p.tokens) continue;
         float m[16];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float4 row = ld_f4(smem + L::kWaiting + ((it + lane) & 63) * 80 + i * 16);
+          const float4 row = ld_f4(smem + L::kWaiting + ((n + lane) & 63) * 80 + i * 16);
           m[4 * i] = row.x, m[4 * i + 1] = row.y, m[4 * i + 2] = row.z, m[4 * i + 3] = row.w;
         }
         sinkhorn(m, p.eps, p.rounds);
@@ -257,227 +333,216 @@ __global__ void __launch_bounds__(kThreads, 1) mhc(const __grid_constant__ Param
         for (int i = 0; i < 4; ++i)
           *(float4*)(p.comb_out + token * 16 + 4 * i) = make_float4(m[4 * i], m[4 * i + 1], m[4 * i + 2], m[4 * i + 3]);
       }
-    }
-    return;
-  }
-
-  const int own = lane >> 2, quad = lane & 3, part = warp % kWarps, channel = rank * kChannels + part * 32 + quad * 8;
-  const int64_t step = (int64_t)clusters * p.per_tile;
-  if (warp >= kWarps) {  // layer_in and its norm
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    const uint4 weight = *(const uint4*)(p.weight + channel);
-    __syncthreads();
-    cluster_sync();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    uint4 out[kTiles] = {};
-    auto norm = [&](int it) {  // of the tile before it
-      const int buf = (it - 1) & 1;
-      wait_cluster(norm_bar + 8 * buf, ((it - 1) >> 1) & 1);
-      if (threadIdx.x == kCompute) mbar_expect(norm_bar + 8 * buf, p.per_tile * 4);
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const int t = j * 8 + own;
-        const int64_t token = (int64_t)cluster * p.per_tile + (it - 1) * step + t;
-        const float f = ld_f1(smem + L::kNorm + (buf * kTokens + t) * 4);
-        auto scaled = [&](uint32_t x, uint32_t g) { return pack_bf16(bf16_lo(x) * f * bf16_lo(g), bf16_hi(x) * f * bf16_hi(g)); };
-        if (t < p.per_tile && token < p.tokens)
-          *(uint4*)(p.layer_in + token * kD + channel) =
-              make_uint4(scaled(out[j].x, weight.x), scaled(out[j].y, weight.y), scaled(out[j].z, weight.z), scaled(out[j].w, weight.w));
+    } else if (kAfter && role == 3) {  // mixed streams, to global memory
+      if (lane != 0) return;
+      previous_kernel_wait();
+      Turn<S> turn, back;
+      for (int it = 0, token0 = cluster * kOctet; it < count; ++it, token0 += clusters * kOctet, turn.next()) {
+        mbar_wait(mixed + 8 * turn.at, turn.phase);
+        store_streams(&out_map, token0, rank * 4, smem + turn.at * L::kStage);
+        if (it == 0) continue;
+        wait_stores_read<1>();
+        mbar_arrive(done + 8 * back.at);
+        back.next();
       }
-    };
-    for (int it = 0; it < count; ++it) {
-      const int buf = it & 1, stage = it % L::kStages;
-      uint4 now[kTiles];
-      mbar_wait(ready + 8 * stage, (it / L::kStages) & 1);
-      wait_cluster(pre_bar + 8 * buf, (it >> 1) & 1);
-      if (threadIdx.x == kCompute) mbar_expect(pre_bar + 8 * buf, p.per_tile * 16);
+      wait_stores_read<0>();  // nobody loads into the last stage
+    } else if (role >= 4 && role < 4 + kReducers) {  // sums of the eight warps, to the owners
+      const int i = (role - 4) * 32 + lane, token = i / (kValues / 4), unit = i % (kValues / 4);
+      const uint32_t from = smem + L::kPartial + (token * kRow + 4 * unit) * 4;
+      const uint32_t to = smem + L::kOwn + (rank * kValues + 4 * unit) * 4;
+      const uint32_t even_to = map_rank(to, token & 7), even_bar = map_rank(own_bar, token & 7);
+      const uint32_t odd_to = map_rank(to, (token & 7) + 8), odd_bar = map_rank(own_bar, (token & 7) + 8);
+      Turn<S> turn, back;
+      Turn<kSums> buf;
+      Turn<kAhead / 2> slot;
+      for (int it = 0; it < count; ++it, turn.next(), buf.next()) {
+        mbar_wait(ready + 8 * turn.at, turn.phase);
+        float4 m = {};
+        if (token < kOctet) {
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const int t = j * 8 + own;
-        const float4 pre = ld_f4(smem + L::kPre + (buf * kTokens + t) * 16);
-        const uint32_t line = smem + stage * L::kStage + t * kTokenBytes + part * 64 + quad * 16;
-        uint4 x[4];
-#pragma unroll
-        for (int s = 0; s < 4; ++s) x[s] = ld_u4(line + s * kChannels * 2);
-        float squares[2] = {};
-        auto sum = [&](uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-          const uint32_t v = pack_bf16(pre.x * bf16_lo(a) + pre.y * bf16_lo(b) + pre.z * bf16_lo(c) + pre.w * bf16_lo(d),
-                                       pre.x * bf16_hi(a) + pre.y * bf16_hi(b) + pre.z * bf16_hi(c) + pre.w * bf16_hi(d));
-          squares[0] += bf16_lo(v) * bf16_lo(v);
-          squares[1] += bf16_hi(v) * bf16_hi(v);
-          return v;
-        };
-        now[j].x = sum(x[0].x, x[1].x, x[2].x, x[3].x);
-        now[j].y = sum(x[0].y, x[1].y, x[2].y, x[3].y);
-        now[j].z = sum(x[0].z, x[1].z, x[2].z, x[3].z);
-        now[j].w = sum(x[0].w, x[1].w, x[2].w, x[3].w);
-        float both = squares[0] + squares[1];
-        both += __shfl_xor_sync(~0u, both, 1);
-        both += __shfl_xor_sync(~0u, both, 2);
-        if (quad == 0) st_f1(smem + L::kNormSums + ((buf * kWarps + part) * kTokens + t) * 4, both);
-      }
-      __syncwarp();
-      if (lane == 0) mbar_arrive(empty + 8 * stage);
-      named_barrier(2, kCompute);
-      const int to = threadIdx.x - kCompute;
-      if (to < p.per_tile) {
-        float squares = 0;
-#pragma unroll
-        for (int i = 0; i < kWarps; ++i) squares += ld_f1(smem + L::kNormSums + ((buf * kWarps + i) * kTokens + to) * 4);
-        send_f1(map_rank(smem + L::kNormOwn + (buf * kRanks + rank) * 4, to), squares, map_rank(norm_own_bar + 8 * buf, to));
-      }
-      if (it > 0) norm(it);
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) out[j] = now[j];
-    }
-    norm(count);
-    return;
-  }
-
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-  uint32_t w[3][8][4];  // rows 0..15 of hi; 16..23 of hi and 0..7 of lo; 8..23 of lo. Step 2 * stream + half
-#pragma unroll
-  for (int s = 0; s < 4; ++s)
-#pragma unroll
-    for (int third = 0; third < 3; ++third) {
-      const float4* row = (const float4*)(p.fn + (int64_t)(third * 8 + own) * (4 * kD) + s * kD + channel);
-      const float4 x[2] = {__ldg(row), __ldg(row + 1)};
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        uint32_t hi[2], lo[2];
-        split(x[h].x, x[h].y, hi[0], lo[0]);
-        split(x[h].z, x[h].w, hi[1], lo[1]);
-        const int k = 2 * s + h;
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {  // fragment words: 0, 2 of the upper eight rows, 1, 3 of the lower
-          if (third == 0) w[0][k][2 * c] = hi[c], w[1][k][2 * c + 1] = lo[c];
-          if (third == 1) w[0][k][2 * c + 1] = hi[c], w[2][k][2 * c] = lo[c];
-          if (third == 2) w[1][k][2 * c] = hi[c], w[2][k][2 * c + 1] = lo[c];
+          for (int w = 0; w < kWarps; ++w) {
+            const float4 v = ld_f4(from + (buf.at * kWarps + w) * kOctet * kRow * 4);
+            m.x += v.x, m.y += v.y, m.z += v.z, m.w += v.w;
+          }
         }
+        __syncwarp();
+        if (lane == 0) mbar_arrive(added + 8 * buf.at);
+        if (it == 0) cluster_wait();
+        // kAhead octets back layer_in is made here, so every owner has read what these sums overwrite, and may overwrite pre.
+        if (it >= kAhead) mbar_wait(done + 8 * back.at, back.phase), back.next();
+        if (token < kOctet)
+          send_f4((it & 1 ? odd_to : even_to) + slot.at * kRanks * kValues * 4, m, (it & 1 ? odd_bar : even_bar) + 8 * slot.at);
+        if (it & 1) slot.next();
       }
     }
-  __syncthreads();
-  cluster_sync();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+    return;
+  }
 
-  constexpr int kAhead = L::kStages - 2;
-  auto fetch = [&](int it) {  // what this thread will read of a tile; only its own copies are waited for
-    if (it < count) {
-      const uint32_t at = smem + it % L::kStages * L::kStage + part * 64 + quad * 16;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const int t = j * 8 + own;
-        const int64_t token = (int64_t)cluster * p.per_tile + it * step + t;
-        const bool real = t < p.per_tile && token < p.tokens;
-        const __nv_bfloat16* from = p.streams + (real ? token : 0) * (4 * kD) + channel;
-        auto copy = [&](uint32_t to, const void* from) {
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
-        };
-#pragma unroll
-        for (int s = 0; s < 4; ++s) copy(at + t * kTokenBytes + s * kChannels * 2, from + s * kD);
-        if (kAfter) copy(at + L::kY + t * kYBytes, p.y + (real ? token : 0) * kD + channel);
-      }
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-#pragma unroll 1
-  for (int it = 0; it < kAhead; ++it) fetch(it);
-#pragma unroll 1
-  for (int it = 0; it < count; ++it) {
-    const int64_t token0 = (int64_t)cluster * p.per_tile + it * step;
-    const int buf = it & 1, stage = it % L::kStages;
-    const uint32_t all = smem + L::kSums + buf * kWarps * kTokens * kRow * 4, sums = all + warp * kTokens * kRow * 4;
-    const uint32_t at = smem + stage * L::kStage;
-    // Two tiles back layer_in is made, here: its stage is free, and every block has read what this turn's sums overwrite.
-    if (it >= 2) mbar_wait(empty + 8 * ((it - 2) % L::kStages), ((it - 2) / L::kStages) & 1);
-    fetch(it + kAhead);
-    asm volatile("cp.async.wait_group %0;" ::"n"(kAhead) : "memory");
-    if (kAfter) mbar_wait(full + 8 * stage, (it / L::kStages) & 1);
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      const int t = j * 8 + own;
-      const uint32_t line = at + t * kTokenBytes + warp * 64 + quad * 16;
+  if (warp >= kWarps) {  // streams mixed, where a sub-layer has ended; layer_in
+    give_registers<kLayer>();
+    previous_kernel_wait();
+    Turn<S> late;
+    Turn<kAhead> late_buf;
+    auto make_layer_in = [&](int it) {
+      mbar_wait(ready + 8 * late.at, late.phase);
+      const uint32_t line = smem + late.at * L::kStage + own_line, factors = smem + L::kPre + (late_buf.at * kOctet + t) * 32;
       uint4 x[4];
 #pragma unroll
-      for (int s = 0; s < 4; ++s) x[s] = ld_u4(line + s * kChannels * 2);
-      if (kAfter) {
-        const uint4 y = ld_u4(at + L::kY + t * kYBytes + warp * 64 + quad * 16);
+      for (int s = 0; s < 4; ++s) x[s] = ld_u4(line + s * 1024);
+      const uint4 weight = ld_u4(smem + L::kWeight + (part * 32 + quad * 8) * 2);
+      mbar_wait(pre_bar + 8 * late_buf.at, late_buf.phase);
+      if (part == 0 && lane == 0) mbar_expect(pre_bar + 8 * late_buf.at, kOctet * 20);
+      const float4 pre = ld_f4(factors);
+      const float f = ld_f1(factors + 16);
+      auto made = [&](uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t g) {
+        const uint32_t v = pack_bf16(pre.x * bf16_lo(a) + pre.y * bf16_lo(b) + pre.z * bf16_lo(c) + pre.w * bf16_lo(d),
+                                     pre.x * bf16_hi(a) + pre.y * bf16_hi(b) + pre.z * bf16_hi(c) + pre.w * bf16_hi(d));
+        return pack_bf16(bf16_lo(v) * f * bf16_lo(g), bf16_hi(v) * f * bf16_hi(g));
+      };
+      const uint4 out = make_uint4(made(x[0].x, x[1].x, x[2].x, x[3].x, weight.x), made(x[0].y, x[1].y, x[2].y, x[3].y, weight.y),
+                                   made(x[0].z, x[1].z, x[2].z, x[3].z, weight.z), made(x[0].w, x[1].w, x[2].w, x[3].w, weight.w));
+      __syncwarp();
+      if (lane == 0) mbar_arrive(done + 8 * late.at);
+      const int token = (cluster + it * clusters) * kOctet + t;
+      if (token < p.tokens) *(uint4*)(p.layer_in + (int64_t)token * kD + channel) = out;
+      late.next(), late_buf.next();
+    };
+    Turn<S> turn;
+    constexpr int kLater = kAfter ? kLate : 0;
+#pragma unroll 1
+    for (int it = 0; it < count + kLater; ++it) {
+      if (kAfter && it < count) {
+        const uint32_t at = smem + turn.at * L::kStage, line = at + own_line;
+        mbar_wait(full + 8 * turn.at, turn.phase);
         const float4 post = ld_f4(at + L::kPost + t * 16);
         float4 c[4];
 #pragma unroll
         for (int s = 0; s < 4; ++s) c[s] = ld_f4(at + L::kComb + t * 64 + s * 16);
-        auto mixed = [&](uint32_t y2, uint32_t& x0, uint32_t& x1, uint32_t& x2, uint32_t& x3) {
-          const uint32_t old[4] = {x0, x1, x2, x3};
-          float lo[4] = {post.x * bf16_lo(y2), post.y * bf16_lo(y2), post.z * bf16_lo(y2), post.w * bf16_lo(y2)};
-          float hi[4] = {post.x * bf16_hi(y2), post.y * bf16_hi(y2), post.z * bf16_hi(y2), post.w * bf16_hi(y2)};
+#pragma unroll 1
+        for (int h = 0; h < 2; ++h) {  // four channels at a time, for want of registers; odd tokens the other way round: banks
+          const uint32_t half = ((h ^ t) & 1) * 8;
+          const uint2 y = ld_u2((at + L::kY + own_line - (part >> 1) * 3072) ^ half);
+          uint2 x[4];
 #pragma unroll
-          for (int s = 0; s < 4; ++s) {
-            const float a = bf16_lo(old[s]), b = bf16_hi(old[s]);
-            lo[0] += c[s].x * a, lo[1] += c[s].y * a, lo[2] += c[s].z * a, lo[3] += c[s].w * a;
-            hi[0] += c[s].x * b, hi[1] += c[s].y * b, hi[2] += c[s].z * b, hi[3] += c[s].w * b;
-          }
-          x0 = pack_bf16(lo[0], hi[0]);
-          x1 = pack_bf16(lo[1], hi[1]);
-          x2 = pack_bf16(lo[2], hi[2]);
-          x3 = pack_bf16(lo[3], hi[3]);
-        };
-        mixed(y.x, x[0].x, x[1].x, x[2].x, x[3].x);
-        mixed(y.y, x[0].y, x[1].y, x[2].y, x[3].y);
-        mixed(y.z, x[0].z, x[1].z, x[2].z, x[3].z);
-        mixed(y.w, x[0].w, x[1].w, x[2].w, x[3].w);
+          for (int s = 0; s < 4; ++s) x[s] = ld_u2((line + s * 1024) ^ half);
+          auto mix = [&](uint32_t y2, uint32_t& x0, uint32_t& x1, uint32_t& x2, uint32_t& x3) {
+            const uint32_t old[4] = {x0, x1, x2, x3};
+            float lo[4] = {post.x * bf16_lo(y2), post.y * bf16_lo(y2), post.z * bf16_lo(y2), post.w * bf16_lo(y2)};
+            float hi[4] = {post.x * bf16_hi(y2), post.y * bf16_hi(y2), post.z * bf16_hi(y2), post.w * bf16_hi(y2)};
 #pragma unroll
-        for (int s = 0; s < 4; ++s) {
-          st_shared_v4(line + s * kChannels * 2, x[s]);
-          if (t < p.per_tile && token0 + t < p.tokens) *(uint4*)(p.streams_out + ((token0 + t) * 4 + s) * kD + channel) = x[s];
+            for (int s = 0; s < 4; ++s) {
+              const float a = bf16_lo(old[s]), b = bf16_hi(old[s]);
+              lo[0] += c[s].x * a, lo[1] += c[s].y * a, lo[2] += c[s].z * a, lo[3] += c[s].w * a;
+              hi[0] += c[s].x * b, hi[1] += c[s].y * b, hi[2] += c[s].z * b, hi[3] += c[s].w * b;
+            }
+            x0 = pack_bf16(lo[0], hi[0]);
+            x1 = pack_bf16(lo[1], hi[1]);
+            x2 = pack_bf16(lo[2], hi[2]);
+            x3 = pack_bf16(lo[3], hi[3]);
+          };
+          mix(y.x, x[0].x, x[1].x, x[2].x, x[3].x);
+          mix(y.y, x[0].y, x[1].y, x[2].y, x[3].y);
+#pragma unroll
+          for (int s = 0; s < 4; ++s) st_u2((line + s * 1024) ^ half, x[s]);
         }
+        fence_async();  // the copy engine reads here, then writes
+        __syncwarp();
+        if (lane == 0) mbar_arrive(mixed + 8 * turn.at);
+        turn.next();
       }
-      float acc[3][4] = {}, more[3][4] = {}, gram[4] = {};  // two chains a row tile; products of the tokens with each other
+      if (it >= kLater) make_layer_in(it - kLater);
+    }
+    return;
+  }
+
+  take_registers<kProduct>();
+  uint4 w[3][8];  // rows 0..15 of hi; 16..23 of hi and 0..7 of lo; 8..23 of lo. Step 2 * stream + half
 #pragma unroll
-      for (int s = 0; s < 2; ++s)
+  for (int m = 0; m < 3; ++m)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const uint32_t a0 = h ? x[s].z : x[s].x, a1 = h ? x[s].w : x[s].y, b0 = h ? x[s + 2].z : x[s + 2].x,
-                         b1 = h ? x[s + 2].w : x[s + 2].y;
+    for (int k = 0; k < 8; ++k) w[m][k] = __ldg(p.fn + ((rank * kWarps + warp) * 24 + m * 8 + k) * 32 + lane);
+
+  // These warps do not wait for the kernel ahead: weights were there before it, and all else comes by way of the loading warp.
+  const uint32_t loaded = kAfter ? mixed : full, zero = p.tokens >> 31;
+  Turn<S> turn;
+  Turn<kSums> buf;
+  uint4 x[4];
+  auto load = [&]() {
+    const uint32_t line = smem + turn.at * L::kStage + own_line;
 #pragma unroll
-          for (int m = 0; m < 3; ++m) {
-            mma(acc[m], w[m][2 * s + h], a0, a1);
-            mma(more[m], w[m][2 * s + h + 4], b0, b1);
-          }
-          mma(gram, {a0, 0, a1, 0}, a0, a1);
-          mma(gram, {b0, 0, b1, 0}, b0, b1);
-        }
+    for (int s = 0; s < 4; ++s) x[s] = ld_u4(line + s * 1024);
+  };
+  mbar_wait(loaded, 0);
+  load();
+#pragma unroll 1
+  for (int it = 0; it < count; ++it) {
+    const uint32_t sums = smem + L::kPartial + (buf.at * kWarps + warp) * kOctet * kRow * 4, now = ready + 8 * turn.at;
+    float acc[3][4] = {}, upper[2][4] = {}, lower[4][4] = {};
 #pragma unroll
-      for (int m = 0; m < 3; ++m)
+    for (int s = 0; s < 4; ++s)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[m][i] += more[m][i];
-      if (quad == own >> 1) st_f1(sums + (t * kRow + 24) * 4, own & 1 ? gram[1] : gram[0]);  // the diagonal: sums of squares
+      for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {  // column: token 2 * quad + c of the eight
-        const uint32_t to = sums + ((j * 8 + 2 * quad + c) * kRow + own) * 4;
-        st_f1(to, acc[0][c] + acc[1][2 + c]);
-        st_f1(to + 32, acc[0][2 + c] + acc[2][c]);
-        st_f1(to + 64, acc[1][c] + acc[2][2 + c]);
+        for (int m = 0; m < 3; ++m) mma(acc[m], w[m][2 * s + h], h ? x[s].z : x[s].x, h ? x[s].w : x[s].y);
+    // Products of the streams: on the rows two streams of all tokens, on the columns one. Copied by an operation, lest the
+    // compiler keep x itself in these registers' order and copy it for all products.
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      auto word = [&](int s, int i) { return (h ? i ? x[s].w : x[s].z : i ? x[s].y : x[s].x) ^ zero; };
+      const uint4 first = make_uint4(word(0, 0), word(1, 0), word(0, 1), word(1, 1));
+      const uint4 last = make_uint4(word(2, 0), word(3, 0), word(2, 1), word(3, 1));
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+        if (s < 2) mma(upper[s], first, h ? x[s].z : x[s].x, h ? x[s].w : x[s].y);
+        mma(lower[s], last, h ? x[s].z : x[s].x, h ? x[s].w : x[s].y);
       }
+    }
+    if (it >= kSums) mbar_wait(added + 8 * buf.at, buf.phase ^ 1);
+    if (quad == group >> 1) {  // the diagonal: a token's streams with each other
+      auto own = [&](const float (&d)[4], int half) { return group & 1 ? d[half + 1] : d[half]; };
+      const uint32_t to = sums + (t * kRow + 24) * 4;
+      st_f4(to, own(upper[0], 0), own(upper[0], 2), own(lower[0], 0), own(lower[0], 2));       // 00 01 02 03
+      st_f4(to + 16, own(upper[1], 2), own(lower[1], 0), own(lower[2], 0), own(lower[2], 2));  // 11 12 22 23
+      st_shared_f2(to + 32, own(lower[3], 2), own(lower[1], 2));                               // 33 13
+    }
+    turn.next();
+    if (it + 1 < count) mbar_wait(loaded + 8 * turn.at, turn.phase);
+    load();  // the next octet; after the last one, nothing of use
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {  // column: token of group 2 * quad + c
+      const uint32_t to = sums + (token_of(2 * quad + c) * kRow + group) * 4;
+      st_f1(to, acc[0][c] + acc[1][2 + c]);
+      st_f1(to + 32, acc[0][2 + c] + acc[2][c]);
+      st_f1(to + 64, acc[1][c] + acc[2][2 + c]);
     }
     __syncwarp();
-    if (lane == 0) mbar_arrive(ready + 8 * stage);
-    named_barrier(1, kCompute);
-    if (threadIdx.x < p.per_tile * (kRow / 4)) {
-      const int t = threadIdx.x / (kRow / 4), u = threadIdx.x % (kRow / 4);
-      float4 m = {};
-#pragma unroll
-      for (int i = 0; i < kWarps; ++i) {
-        const float4 v = ld_f4(all + ((i * kTokens + t) * kRow + 4 * u) * 4);
-        m.x += v.x, m.y += v.y, m.z += v.z, m.w += v.w;
-      }
-      send_f4(map_rank(smem + L::kOwn + ((buf * kRanks + rank) * kRow + 4 * u) * 4, t), m, map_rank(own_bar + 8 * buf, t));
-    }
+    if (lane == 0) mbar_arrive(now);
+    buf.next();
   }
 }
 
-template <bool kAfter, int kTokens>
+// The driver's encoder of tensor maps, found at run time: the object needs no driver library to link with.
+static cudaError_t encode(CUtensorMap* map, const void* data, int rank, const cuuint64_t* dims, const cuuint64_t* strides,
+                          const cuuint32_t* box) {
+  static decltype(&cuTensorMapEncodeTiled) encoder = nullptr;
+  if (!encoder) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    if (e != cudaSuccess) return e;
+    if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+    encoder = (decltype(encoder))found;
+  }
+  const cuuint32_t step[4] = {1, 1, 1, 1};
+  const CUresult r = encoder(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, (void*)data, dims, strides, box, step,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <bool kAfter>
 static cudaError_t launch(Params p, cudaStream_t stream, int* most) {
-  using L = Layout<kAfter, kTokens>;
+  using L = Layout<kAfter>;
   static int clusters = 0;  // that the card can hold at once
   cudaLaunchConfig_t cfg = {};
   cfg.blockDim = dim3(kThreads);
@@ -491,25 +556,34 @@ static cudaError_t launch(Params p, cudaStream_t stream, int* most) {
   cfg.attrs = attr;
   cfg.numAttrs = 2;
   if (clusters == 0) {
-    cudaError_t e = cudaFuncSetAttribute(mhc<kAfter, kTokens>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
-    if (e == cudaSuccess) e = cudaFuncSetAttribute(mhc<kAfter, kTokens>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    cudaError_t e = cudaFuncSetAttribute(mhc<kAfter>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
+    if (e == cudaSuccess) e = cudaFuncSetAttribute(mhc<kAfter>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     cfg.gridDim = dim3(kRanks);
-    if (e == cudaSuccess) e = cudaOccupancyMaxActiveClusters(&clusters, mhc<kAfter, kTokens>, &cfg);
+    if (e == cudaSuccess) e = cudaOccupancyMaxActiveClusters(&clusters, mhc<kAfter>, &cfg);
     if (e != cudaSuccess) return e;
     if (clusters == 0) return cudaErrorInvalidConfiguration;
   }
   if (most) *most = clusters;
   if (p.tokens == 0) return cudaSuccess;
-  p.per_tile = (p.tokens + clusters - 1) / clusters < kTokens ? (p.tokens + clusters - 1) / clusters : kTokens;
-  if (kTokens == 8) p.per_tile = 8;
-  const int tiles = (p.tokens + p.per_tile - 1) / p.per_tile;
-  cfg.gridDim = dim3(kRanks * (tiles < clusters ? tiles : clusters));
-  return cudaLaunchKernelEx(&cfg, mhc<kAfter, kTokens>, p);
+  // Channels in blocks of 64 (128 bytes), tokens, streams, blocks of channels; y without streams.
+  CUtensorMap maps[3];
+  const cuuint64_t t = p.tokens, dims[4] = {64, t, 4, kD / 64}, strides[3] = {4 * kD * 2, kD * 2, 128};
+  const cuuint64_t dims_y[3] = {64, t, kD / 64}, strides_y[2] = {kD * 2, 128};
+  const cuuint32_t box[4] = {64, kOctet, 4, kChannels / 64}, box_y[3] = {64, kOctet, kChannels / 64};
+  cudaError_t e = encode(&maps[0], p.streams, 4, dims, strides, box);
+  if (e == cudaSuccess) e = encode(&maps[1], kAfter ? p.y : p.streams, 3, dims_y, strides_y, box_y);
+  if (e == cudaSuccess) e = encode(&maps[2], kAfter ? p.streams_out : p.streams, 4, dims, strides, box);
+  if (e != cudaSuccess) return e;
+  const int octets = (p.tokens + kOctet - 1) / kOctet;
+  // As few clusters as take the longest no longer: each of them loads all the weights.
+  const int turns = (octets + clusters - 1) / clusters, used = (octets + turns - 1) / turns;
+  p.share = octets / used;
+  p.rest = octets % used;
+  cfg.gridDim = dim3(kRanks * used);
+  return cudaLaunchKernelEx(&cfg, mhc<kAfter>, maps[0], maps[1], maps[2], p);
 }
 
-// `tile`: 8 or 16 tokens; it changes the time, not one bit of the result.
-extern "C" int hr_mhc(const Params* p, int tile, int* most_clusters, void* stream) {
+extern "C" int hr_mhc(const Params* p, int* most_clusters, void* stream) {
   cudaStream_t s = (cudaStream_t)stream;
-  if (p->y) return tile == 8 ? launch<true, 8>(*p, s, most_clusters) : launch<true, 16>(*p, s, most_clusters);
-  return tile == 8 ? launch<false, 8>(*p, s, most_clusters) : launch<false, 16>(*p, s, most_clusters);
+  return p->y ? launch<true>(*p, s, most_clusters) : launch<false>(*p, s, most_clusters);
 }

@@ -9,7 +9,8 @@
 Shape letters: T tokens, N = 4 streams, D = 4096 channels (V4-Flash).
 
 The product takes fn as the sum of two bf16 (relative error 2^-17 a weight) and accumulates in fp32: post and comb come
-out within 2e-5 of float64 by norm. A token's bits do not depend on the other tokens of the launch.
+out within 2e-5 of float64 by norm. The norm of layer_in comes from the products of a token's streams with each other,
+before layer_in is rounded: 2e-5 off by that. A token's bits do not depend on the other tokens of the launch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from . import build
 
 STREAMS, HIDDEN, MIXES = 4, 4096, 24
-TILES = (8, 16)
+PACKED = (16, 8, MIXES, 32, 8)
 
 
 class _Params(ctypes.Structure):
@@ -43,14 +44,28 @@ class _Params(ctypes.Structure):
         ("norm_eps", ctypes.c_float),
         ("tokens", ctypes.c_int32),
         ("rounds", ctypes.c_int32),
-        ("per_tile", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("share", ctypes.c_int32),
+        ("rest", ctypes.c_int32),
     )
+
+
+def pack_weights(fn: Tensor) -> Tensor:
+    """fn [24, 16384] fp32 as the kernel's operands, to be made once: [16, 8, 24, 32, 8] bf16.
+
+    Rows are 24 of hi = bf16(fn), then 24 of lo = bf16(fn - hi). For each block (256 channels) and warp (32 channels of
+    all streams) of it, 24 pieces (three tiles of 16 rows, each of four streams by two halves); of a piece each lane's
+    16 bytes: rows lane // 4 and + 8, columns in the order in which the lane loads the streams.
+    """
+    hi = fn.to(torch.bfloat16)
+    rows = torch.cat([hi, (fn - hi.float()).to(torch.bfloat16)])
+    # tile, lower half, row | stream, block, warp, quarter of its channels, half of a quarter, pair of channels, channel
+    parts = rows.view(3, 2, 8, STREAMS, 16, 8, 4, 2, 2, 2)
+    return parts.permute(4, 5, 0, 3, 7, 2, 6, 8, 1, 9).reshape(PACKED).contiguous()
 
 
 def hyper_connect(
     streams_TND: Tensor,
-    fn: Tensor,
+    fn_packed: Tensor,
     base: Tensor,
     scale: Tensor,
     weight_D: Tensor,
@@ -63,28 +78,28 @@ def hyper_connect(
     rounds: int = 20,
     eps: float = 1e-6,
     norm_eps: float = 1e-6,
-    tile: int | None = None,
 ) -> int:
     """Launches the kernel on the current stream; allocates nothing, never waits. All tensors contiguous.
 
     Args:
-        streams_TND: [T, 4, 4096] bf16. fn [24, 16384], base [24], scale [3]: fp32. weight_D: [4096] bf16.
+        streams_TND: [T, 4, 4096] bf16. fn_packed: by `pack_weights`, complete before the kernel ahead began.
+            base [24], scale [3]: fp32. weight_D: [4096] bf16.
         layer_in_TD: [T, 4096] bf16, post_out_TN: [T, 4] fp32, comb_out_TNN: [T, 4, 4] fp32 (row: old stream): written.
         after: y [T, 4096] bf16, post [T, 4] fp32 and comb [T, 4, 4] fp32 of the sub-layer that ends here; None: the
             streams are taken as they are.
         streams_out_TND: as streams_TND, written if `after` is given; may be streams_TND itself.
-        tile: tokens a cluster takes at a time, of TILES; None: 8 up to 56 tokens, then 16. Alters no bit.
     Returns:
         How many clusters of 16 blocks the card holds at once; 0 tokens launch nothing.
     """
     t = streams_TND.shape[0]
     assert streams_TND.shape[1:] == (STREAMS, HIDDEN)
-    assert fn.shape == (MIXES, STREAMS * HIDDEN)
+    assert fn_packed.shape == PACKED
     expected: list[tuple[Tensor, torch.dtype]] = [
         (streams_TND, torch.bfloat16),
+        (fn_packed, torch.bfloat16),
         (weight_D, torch.bfloat16),
         (layer_in_TD, torch.bfloat16),
-        *((x, torch.float32) for x in (fn, base, scale, post_out_TN, comb_out_TNN)),
+        *((x, torch.float32) for x in (base, scale, post_out_TN, comb_out_TNN)),
     ]
     if after is not None:
         assert streams_out_TND is not None
@@ -100,7 +115,7 @@ def hyper_connect(
         y=build.address(y),
         post=build.address(post),
         comb=build.address(comb),
-        fn=build.address(fn),
+        fn=build.address(fn_packed),
         base=build.address(base),
         scale=build.address(scale),
         weight=build.address(weight_D),
@@ -115,10 +130,7 @@ def hyper_connect(
     )
     clusters = ctypes.c_int(0)
     status = build.load("mhc.cu").hr_mhc(
-        ctypes.byref(params),
-        tile or (8 if t <= 56 else 16),
-        ctypes.byref(clusters),
-        ctypes.c_void_p(build.current_stream()),
+        ctypes.byref(params), ctypes.byref(clusters), ctypes.c_void_p(build.current_stream())
     )
     build.check(status, "mhc")
     return clusters.value

@@ -110,6 +110,58 @@ def test_decode_attention_does_not_depend_on_the_batch(split: int) -> None:
         assert torch.equal(run(torch.tensor([row], device=DEV))[0], whole[row])
 
 
+def test_tiles_alone_decide_how_a_token_is_cut() -> None:
+    """Without a split: right, and the bits of a token are the same in launches of one, two and four blocks a token."""
+    torch.manual_seed(6)
+    lengths = [0, 1, 200, 256, 257, 600, 640, 641, 1100, 3000]
+    case = make_case(len(lengths), 64, (128, 3000), (64, 64))
+    second = case["second"]
+    second.pages[:] = make_pages(second.pages.shape[0], 64, torch.arange(second.pages.shape[0] * 64, device=DEV))
+    second.lengths_B[:] = torch.tensor(lengths, device=DEV)
+    case["window"].lengths_B[:] = 128
+    case["window"].pages[:] = make_pages(
+        case["window"].pages.shape[0], 64, torch.arange(case["window"].pages.shape[0] * 64, device=DEV)
+    )
+    want, _ = k5.decode_attention_reference(case["q"], case["window"], second, sink_H=case["sink"])
+
+    def run(rows: list[int], width: int) -> torch.Tensor:
+        lists = [
+            k5.EntryList(pages=x.pages, page_entries=64, slots_BW=x.slots_BW[rows, :w], lengths_B=x.lengths_B[rows])
+            for x, w in ((case["window"], 128), (second, width))
+        ]
+        out = torch.empty(len(rows), 64, 512, device=DEV, dtype=torch.bfloat16)
+        k5.decode_attention(case["q"][rows], *lists, sink_H=case["sink"], out_BHD=out)
+        return out
+
+    whole = run(list(range(len(lengths))), 3000)
+    assert error(whole, want) < 5e-3
+    blocks = set()
+    for width in (256, 640, 1100, 3000):
+        rows = [t for t, n in enumerate(lengths) if n <= width]
+        blocks.add(k5.parts_of(2 + -(-width // 64)))
+        assert torch.equal(run(rows, width), whole[rows])
+    assert blocks == {1, 2, 4}
+
+
+@pytest.mark.parametrize("split", [None, *k5.SPLITS])
+def test_a_broken_list_breaks_its_token(split: int | None) -> None:
+    """A negative length gives NaN in every head, and nothing else sees it."""
+    torch.manual_seed(10)
+    case = make_case(5, 64, (128, 512), (64, 64))
+    case["window"].lengths_B[:] = 100
+    outs = []
+    for broken in (False, True):
+        case["second"].lengths_B[2] = -1 if broken else 77
+        out = torch.empty(5, 64, 512, device=DEV, dtype=torch.bfloat16)
+        for sink in (None, case["sink"]):
+            k5.decode_attention(
+                case["q"], case["window"], case["second"], sink_H=sink, split=split, out_BHD=out
+            )  # fmt: skip
+            assert bool(out[2].isnan().all()) == broken
+        outs.append(out[[0, 1, 3, 4]])
+    assert torch.equal(*outs)
+
+
 @pytest.mark.parametrize("split", k5.SPLITS)
 def test_decode_attention_is_finite_however_large_the_logits(split: int) -> None:
     """Entries near 2^110: the largest logit still weighs exactly one."""

@@ -143,6 +143,14 @@ def test_query_words_meet_the_keys_channels() -> None:
     assert len(seen) == 32
 
 
+def test_more_tiles_are_never_fewer_blocks() -> None:
+    """So a launch with blocks for its longest list has enough for every token; and it is a split that is built."""
+    parts = [decode_attention.parts_of(tiles) for tiles in range(200)]
+    assert parts == sorted(parts)
+    assert set(parts) <= set(decode_attention.SPLITS)
+    assert decode_attention.parts_of(2 + 512 // 64) == 2  # c4a, once it chooses
+
+
 @pytest.mark.parametrize("split", decode_attention.SPLITS)
 def test_runs_cover_all_tiles_once(split: int) -> None:
     """The cut of a token's tiles among the blocks of a cluster loses none, and depends on the token's own lengths

@@ -189,6 +189,67 @@ def test_sums_of_squares_lie_on_the_diagonal() -> None:
             assert 2 * quad + (own & 1) == own
 
 
+def test_packed_weights_are_the_operands() -> None:
+    """Lane, word and half of a piece find fn's row and the channel whose stream the lane loads in the same place."""
+    fn = torch.randn(24, 16384)
+    hi = fn.to(torch.bfloat16)
+    stacked = torch.cat([hi, (fn - hi.float()).to(torch.bfloat16)])
+    packed = mhc.pack_weights(fn)
+    rng = random.Random(3)
+    for _ in range(500):
+        block, warp, tile, step, lane, word, half = (rng.randrange(n) for n in (16, 8, 3, 8, 32, 4, 2))
+        row = tile * 16 + (lane >> 2) + 8 * (word & 1)
+        # Of the lane's eight channels the first four are half 0: words x and y of the load, in fragments 0 and 1.
+        place = (step & 1) * 4 + (word >> 1) * 2 + half
+        column = (step >> 1) * 4096 + block * 256 + warp * 32 + (lane & 3) * 8 + place
+        assert packed[block, warp, tile * 8 + step, lane, word * 2 + half] == stacked[row, column]
+
+
+def token_of(group: int) -> int:
+    """As in mhc.cu."""
+    return (group >> 1) | (group & 1) << 2
+
+
+def test_eight_lanes_load_from_all_banks() -> None:
+    """Every eight lanes of a warp read 128 different bytes modulo 128, for either half of a swizzled row."""
+    assert sorted(map(token_of, range(8))) == list(range(8))
+    for half in range(2):
+        for first in range(0, 32, 8):
+            tokens = [(token_of(lane >> 2), lane & 3) for lane in range(first, first + 8)]
+            assert len({(half * 4 + quad) ^ token for token, quad in tokens}) == 8
+    for c in range(2):  # sums: rows of 40 floats, columns of groups 2 * quad + c
+        assert len({(token_of(2 * (lane & 3) + c) * 40 + (lane >> 2)) % 32 for lane in range(32)}) == 32
+
+
+def test_gram_gives_the_norm() -> None:
+    """Sums of the kernel's ten products of streams are the square of the weighted sum."""
+    pairs = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (1, 3)]
+    torch.manual_seed(5)
+    x, pre = torch.randn(4, 4096, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    squares = sum((1 + (i != j)) * pre[i] * pre[j] * (x[i] @ x[j]) for i, j in pairs)
+    torch.testing.assert_close(squares, (pre @ x).square().sum())
+
+
+def reciprocal_sinkhorn(m_44: torch.Tensor, rounds: int, eps: float) -> torch.Tensor:
+    """As in mhc.cu: the matrix stands, factors of rows and columns and their inverses go on."""
+    m = torch.softmax(m_44, -1) + eps
+    row, column, inverse_row, inverse_column = (torch.ones(4, dtype=m.dtype) for _ in range(4))
+    for i in range(rounds):
+        if i > 0:
+            inverse_row = m @ column + eps * inverse_row
+            row = 1 / inverse_row
+        inverse_column = row @ m + eps * inverse_column
+        column = 1 / inverse_column
+    return row[:, None] * m * column
+
+
+def test_sinkhorn_by_factors_is_sinkhorn() -> None:
+    torch.manual_seed(6)
+    for eps in (1e-6, 1e-2):
+        m = torch.randn(4, 4, dtype=torch.float64) * 3
+        torch.testing.assert_close(reciprocal_sinkhorn(m, 20, eps), mhc.sinkhorn(m, 20, eps))
+
+
 def test_hyper_connect_reference_mixes_streams() -> None:
     """comb's row is the old stream and its column the new one; comb's columns sum to 1."""
     torch.manual_seed(4)
