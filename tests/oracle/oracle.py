@@ -19,9 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from .builder import Variant, oracle_model
 
+CACHE_NAME = "cache" if hasattr(MoeCausalLMOutputWithPast, "cache") else "past_key_values"
+"""What the library calls its cache: GPU hosts may have an older one."""
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "oracle"
 TIE = 1e-5
 """A chosen score nearer than this to one not chosen is in doubt: transformers' own noise reaches a fifth of it."""
@@ -111,8 +114,8 @@ class Session:
     def feed(self, ids: Sequence[int]) -> Tensor:
         """[n, V] logits; the nearest misses are then in `choices.gaps`."""
         self.choices.start(self.length, len(ids))
-        out = self.model(torch.tensor([list(ids)]), cache=self.cache, use_cache=True)
-        self.cache, self.length = out.cache, self.length + len(ids)
+        out = self.model(torch.tensor([list(ids)]), **{CACHE_NAME: self.cache}, use_cache=True)
+        self.cache, self.length = out[CACHE_NAME], self.length + len(ids)
         logits: Tensor = out.logits[0]
         return logits
 
