@@ -675,7 +675,8 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
   }
   if (group >= 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
-    if (guess.tiles0 == c.tiles0 && guess.first == c.first) {
+    // The run may be longer than was guessed: fewer blocks share a short list.
+    if (guess.tiles0 == c.tiles0 && guess.first == c.first && guess.count >= min(c.count, 8)) {
       slots = cropped(c, quarter, entry_row, slots);
       later = cropped(c, quarter + 4, entry_row, later);
     } else {
