@@ -8,10 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
+from headrace.cli import ports
 from headrace.cli.main import make_parser, settings
 from headrace.cli.ports import FIRST_PORT, LAST_PORT, free_ports, is_free
 from headrace.cli.serve import Child, base_url, complete, plan_children, worker_names
@@ -128,11 +131,35 @@ def test_base_url_is_one_that_can_be_dialled():
     assert base_url(load(flags={"router.host": "::"})) == "http://[::1]:8000"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a bound port be listened on")
+def test_ports_that_were_given_out_are_given_to_nobody_else(monkeypatch: pytest.MonkeyPatch):
+    """Two supervisors that start at once, or one whose worker starts again; what a port was promised to can listen."""
+    first = free_ports("127.0.0.1", 1)[0] // 100 * 100
+    monkeypatch.setattr(ports, "FIRST_PORT", first)
+    monkeypatch.setattr(ports, "LAST_PORT", first + 60)
+    own = free_ports("127.0.0.1", 20)
+    script = (
+        "from headrace.cli import ports\n"
+        f"ports.FIRST_PORT, ports.LAST_PORT = {first}, {first + 60}\n"
+        "print(*ports.free_ports('127.0.0.1', 20))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    others = {int(word) for word in run.stdout.split()}
+    assert len(others) == 20
+    assert not others & {*own}
+    server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
+    assert server.add_insecure_port(f"127.0.0.1:{own[0]}") == own[0]
+    server.start()
+    assert not is_free("127.0.0.1", own[0])
+    server.stop(None).wait()
+    assert is_free("127.0.0.1", own[0])
+
+
 def test_free_ports_are_distinct_free_and_not_ephemeral():
     """No outgoing connection can be given one of them."""
-    ports = free_ports("127.0.0.1", 50)
-    assert len(set(ports)) == 50
-    assert all(FIRST_PORT <= port < LAST_PORT and is_free("127.0.0.1", port) for port in ports)
+    found = free_ports("127.0.0.1", 50)
+    assert len(set(found)) == 50
+    assert all(FIRST_PORT <= port < LAST_PORT and is_free("127.0.0.1", port) for port in found)
 
 
 def test_child_ends_when_its_parent_is_killed():
