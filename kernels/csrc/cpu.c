@@ -538,6 +538,8 @@ void hr_gate(const float *logits, int64_t t, int experts, const float *bias, con
     for (int64_t r = 0; r < t; r++) {
         const float *x = logits + r * experts;
         float sum = 0.0f;
+        int broken = 0; /* a NaN would be no expert's largest score */
+        for (int e = 0; e < experts; e++) broken |= x[e] != x[e];
         for (int c = 0; c < k; c++) {
             int best = -1;
             float best_value = -INFINITY;
@@ -549,9 +551,9 @@ void hr_gate(const float *logits, int64_t t, int experts, const float *bias, con
                     float v = sqrtf(x[e] > 20.0f ? x[e] : log1pf(expf(x[e]))) + bias[e];
                     if (!taken && v > best_value) { best_value = v; best = e; }
                 }
-            if (best < 0) best = 0; /* all NaN: the logits are NaN too and the sampler refuses them */
+            if (best < 0) best = 0; /* all NaN */
             ids[r * k + c] = best;
-            weights[r * k + c] = sqrtf(x[best] > 20.0f ? x[best] : log1pf(expf(x[best])));
+            weights[r * k + c] = broken ? NAN : sqrtf(x[best] > 20.0f ? x[best] : log1pf(expf(x[best])));
             sum += weights[r * k + c];
         }
         for (int c = 0; c < k; c++) weights[r * k + c] = (normalise ? weights[r * k + c] / (sum + 1e-20f) : weights[r * k + c]) * scaling;

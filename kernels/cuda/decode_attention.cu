@@ -497,7 +497,7 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
       float sum = ld_f1(smem + kNotes + row * 8 + 4);
       if (p.lse && group == 0 && quad == 0 && head < p.heads) p.lse[(int64_t)token * p.heads + head] = (top + __log2f(sum)) * kLn2;
       sum += exp2_fast(ld_f1(smem + kSink + row * 4) * kLog2e - shift);
-      f[h] = top == -INFINITY ? 0.0f : kUnscale / sum;
+      f[h] = top == -INFINITY && sum == sum ? 0.0f : kUnscale / sum;
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -578,7 +578,7 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
       if (p.lse && quarter == 0 && quad == 0 && (lane >> 2) < rows)
         p.lse[(int64_t)token * p.heads + head0 + rank * kHeads + own] = (top + __log2f(sum)) * kLn2;
       sum += exp2_fast(ld_f1(smem + kSink + min(rank * kHeads + own, 63) * 4) * kLog2e - shift);
-      const float f = top == -INFINITY ? 0.0f : kUnscale / sum;
+      const float f = top == -INFINITY && sum == sum ? 0.0f : kUnscale / sum;
 #pragma unroll
       for (int r = 0; r < C; ++r) weight[r] *= f;
       float v[32] = {};

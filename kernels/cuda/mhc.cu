@@ -280,6 +280,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       const uint32_t pre_to = map_rank(smem + L::kPre + (rank & 7) * 32, lane & 15), pre_bar_to = map_rank(pre_bar, lane & 15);
       const uint32_t grams = smem + L::kGram + (role == 7) * 48;
       const int first = role == 7, own = (count - (rank >> 3) + 1) / 2;
+      // Both warps have done the tokens of n's group of 32. Neighbouring groups have barriers of their own, for one warp may
+      // be in the next before the other has ended this one; more than that they cannot be apart.
+      auto group_done = [](int n) {
+        if (n & 32)
+          asm volatile("bar.arrive 4, 96;" ::: "memory");
+        else
+          asm volatile("bar.arrive 3, 96;" ::: "memory");
+      };
       previous_kernel_wait();
       for (int n = first; n < own; n += 2) {
         constexpr int kSlots = kAhead / 2;
@@ -302,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const float r = rsqrtf(((g0.x + g1.x) + (g1.z + g3.x)) * (1.0f / (4 * kD)) + p.norm_eps) * factor;
         const float2 x = make_float2(sum.x * r + base.x, sum.y * r + base.y), s = make_float2(sigmoid(x.x), sigmoid(x.y));
         if (lane >= 4 && lane < 12) st_shared_f2(smem + L::kWaiting + (n & 63) * 80 + (lane - 4) * 8, x.x, x.y);
-        if ((n & 31) >= 30 || n + 2 >= own) asm volatile("bar.arrive 3, 96;" ::: "memory");
+        if ((n & 31) >= 30 || n + 2 >= own) group_done(n);
         auto pre_of = [&](int i) { return __shfl_sync(~0u, (i & 1 ? s.y : s.x) + p.eps, i >> 1); };
         const float4 pre = make_float4(pre_of(0), pre_of(1), pre_of(2), pre_of(3));
         if (lane < kRanks) send_f4(pre_to + buf * kOctet * 32, pre, pre_bar_to + 8 * buf);
@@ -314,12 +322,15 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (lane >= 2 && lane < 4 && token < p.tokens)
           *(float2*)(p.post_out + (int64_t)token * 4 + 2 * lane - 4) = make_float2(2 * s.x, 2 * s.y);
       }
-      if (first == 1 && own % 32 == 1) asm volatile("bar.arrive 3, 96;" ::: "memory");  // none of the last group's
+      if (first == 1 && own % 32 == 1) group_done(own);  // none of the last group's
     } else if (role == 2) {  // Sinkhorn
       previous_kernel_wait();
       const int own = (count - (rank >> 3) + 1) / 2;
       for (int n = 0; n < own; n += 32) {
-        asm volatile("bar.sync 3, 96;" ::: "memory");
+        if (n & 32)
+          asm volatile("bar.sync 4, 96;" ::: "memory");
+        else
+          asm volatile("bar.sync 3, 96;" ::: "memory");
         const int64_t token = ((int64_t)cluster + (int64_t)(2 * (n + lane) + (rank >> 3)) * clusters) * kOctet + (rank & 7);
         if (n + lane >= own || token >= p.tokens) continue;
         float m[16];

@@ -82,8 +82,8 @@ def hyper_connect(
     """Launches the kernel on the current stream; allocates nothing, never waits. All tensors contiguous.
 
     Args:
-        streams_TND: [T, 4, 4096] bf16. fn_packed: by `pack_weights`, complete before the kernel ahead began.
-            base [24], scale [3]: fp32. weight_D: [4096] bf16.
+        streams_TND: [T, 4, 4096] bf16. fn_packed: by `pack_weights`. base [24], scale [3]: fp32. All three complete
+            before the kernel ahead began. weight_D: [4096] bf16.
         layer_in_TD: [T, 4096] bf16, post_out_TN: [T, 4] fp32, comb_out_TNN: [T, 4, 4] fp32 (row: old stream): written.
         after: y [T, 4096] bf16, post [T, 4] fp32 and comb [T, 4, 4] fp32 of the sub-layer that ends here; None: the
             streams are taken as they are.

@@ -194,6 +194,7 @@ def gate(
     # log(1 + small), which loses what is small, so by its series there.
     soft = tl.where(small < 0.01, small * (1.0 - small * (0.5 - small * (1.0 / 3 - small * 0.25))), tl.log(1.0 + small))
     score = tl.sqrt(tl.where(x > 20.0, x, soft))
+    broken = tl.max((has & (x != x)).to(tl.int32), 0)  # a NaN would be no expert's largest score
     if HASHED:
         token_id = tl.load(token_ids + token)
     else:
@@ -216,7 +217,8 @@ def gate(
     if NORMALISE:
         chosen_weight = chosen_weight / (total + 1e-20)
     tl.store(ids + token * CHOICES + c_at, chosen, mask=c_at < CHOICES)
-    tl.store(weights + token * CHOICES + c_at, chosen_weight * scaling, mask=c_at < CHOICES)
+    chosen_weight = tl.where(broken > 0, float("nan"), chosen_weight * scaling)
+    tl.store(weights + token * CHOICES + c_at, chosen_weight, mask=c_at < CHOICES)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
@@ -576,7 +578,8 @@ def index_queries(
     a, b = tl.dot(even, hadamard), tl.dot(odd, hadamard)  # in tf32, which holds bf16 exactly
     even, odd = _round((a + b) * 0.08838834764831845), _round((a - b) * 0.08838834764831845)
     power = _power(tl.max(tl.reshape(tl.maximum(tl.abs(even), tl.abs(odd)), (HEADS, 4, 16)), 2))
-    most = tl.max(power, 1)
+    most = tl.maximum(tl.max(power, 1), -120)  # of a head of zeros
+    whole = tl.min(((tl.abs(even) + tl.abs(odd)) < float("inf")).to(tl.int32), 1)  # fp4 and e4m3 would not tell
     down = tl.reshape(tl.broadcast_to(_two_to(-power)[:, :, None], (HEADS, 4, 16)), (HEADS, 64))
     # A group's codes go out 2^6 times too large, and so much smaller as its scale is smaller than the row's.
     fold = tl.maximum(power - most[:, None], -20) + 6
@@ -587,4 +590,4 @@ def index_queries(
     both = tl.reshape(tl.join(low, high), (HEADS, 128)).to(tl.uint8)
     tl.store(out + token * 8192 + h[:, None] * 128 + c[None, :], both)
     weight = tl.load(w + token * w_row + h, mask=h < num_heads, other=0.0) * factor
-    tl.store(out_w + token * 64 + h, weight * _two_to(most - 6))
+    tl.store(out_w + token * 64 + h, tl.where(whole > 0, weight * _two_to(most - 6), float("nan")))

@@ -158,6 +158,9 @@ def test_a_broken_list_breaks_its_token(split: int | None) -> None:
             assert bool(out[2].isnan().all()) == broken
         outs.append(out[[0, 1, 3, 4]])
     assert torch.equal(*outs)
+    case["window"].lengths_B[2] = 0  # nothing else to attend to
+    k5.decode_attention(case["q"], case["window"], case["second"], sink_H=None, split=split, out_BHD=out)
+    assert out[2].isnan().all()
 
 
 @pytest.mark.parametrize("split", k5.SPLITS)

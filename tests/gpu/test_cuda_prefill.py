@@ -246,6 +246,17 @@ def test_hyper_connect_matches_float64(tokens: int, with_after: bool) -> None:
     assert (got[3].sum(-2) - 1).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("tokens", [3590, 3600, 3850, 4200])
+def test_hyper_connect_of_many_tokens_waits_for_each(tokens: int) -> None:
+    """As many tokens as leave a last group of one or two to each block: the bits of launches of 64, again and again."""
+    torch.manual_seed(tokens)
+    streams, fixed, _ = make_streams(tokens)
+    parts = [hyper_connect(streams[i : i + 64].contiguous(), fixed, None) for i in range(0, tokens, 64)]
+    want = [torch.cat(part) for part in zip(*parts, strict=True)]
+    for _ in range(20):
+        assert all(torch.equal(g, w) for g, w in zip(hyper_connect(streams, fixed, None), want, strict=True))
+
+
 def test_hyper_connect_does_not_depend_on_the_batch() -> None:
     """A token's bits are the same alone, in another order, beside a token of NaN; streams may be mixed in place."""
     torch.manual_seed(5)

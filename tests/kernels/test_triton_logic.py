@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from headrace.kernels import entry_format
+from headrace.kernels import cpu, entry_format
 from headrace.kernels.cuda import compressor, dense, experts, index_entries, rows
 from headrace.kernels.device import (
     CompressorWeights,
@@ -165,6 +165,16 @@ def test_nan_goes_through_every_operation() -> None:
     w13, w2 = torch.randn(3, 2 * f, d), torch.randn(3, d, f)
     ids, shares = torch.tensor([[0], [1], [0]], dtype=torch.int32), torch.ones(3, 1)
     is_broken(experts.experts(x, ids, shares, w13, w2, 1.5, torch.float32))
+    logits = torch.randn(3, 8)
+    logits[1, 3] = nan
+    table = torch.tensor([[0, 1]] * 3, dtype=torch.int32)
+    for bias, fixed in ((torch.randn(8), None), (None, table)):
+        is_broken(experts.gate(logits, bias, fixed, torch.arange(3), 2, 1.5, normalise=True)[1])
+        is_broken(cpu.gate(logits, bias, None if fixed is None else fixed.long(), 2, 1.5, normalise=True)[1])
+    for what in (nan, torch.tensor(float("inf"))):
+        q = torch.randn(3, 8 * 128)
+        q[1, 300] = what
+        is_broken(index_entries.quantise_queries(q.bfloat16(), torch.rand(3, 8), torch.arange(3), torch.rand(8, 64))[1])
     for column in (5, 40):
         wide = torch.randn(3, 32 + 512)
         wide[1, column] = nan
