@@ -85,21 +85,6 @@ constexpr float kUnscale = 4294967296.0f;    // 2^32
 #define HR_MARK(n)
 #endif
 
-__device__ __forceinline__ void wgmma_qk_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t desc_b, int accumulate) {
-  asm volatile("{\n.reg .pred p;\n"
-               "setp.ne.b32 p, %37, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-               "{"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(accumulate));
-}
-
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Waits for all groups of copies but the youngest N.
@@ -409,7 +394,6 @@ __device__ __forceinline__ float4 ld_f4(uint32_t addr) {
 // A product instruction takes 128 channels: one of 256 needs more registers than a thread has before the groups trade theirs.
 __device__ __forceinline__ float (&low_half(float (&o)[128]))[64] { return *(float(*)[64])(o); }
 __device__ __forceinline__ float (&high_half(float (&o)[128]))[64] { return *(float(*)[64])(o + 64); }
-
 
 // Writes 8 heads x 128 channels of a warp: v[2 * k + e] is channel 8 * k + 2 * quad + e of head `head` + lane / 4, divided already.
 // `stage` is 2304 bytes of the warp's own.
