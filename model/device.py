@@ -37,7 +37,7 @@ NUM_WINDOW_PAGES = 3
 """That the window of one token can touch."""
 FEW_ROWS = 256
 """More fill the device by themselves."""
-WARM_ROWS = (1, 65, 257, 513, 1025, 2049, 4096, 8192)
+WARM_ROWS = (1, 65, 257, 513, 1025, 2048, 4096, 8192)
 """Numbers of tokens that between them use every tile size, and every piece that goes to a library."""
 
 

@@ -96,7 +96,7 @@ def pieces_of(rows: int) -> Iterator[slice]:
 
 
 def _by_library(x_TK: Tensor, w_NK: Tensor, y_TN: Tensor) -> int:
-    """Computes as many of the first rows as may be; how many."""
+    """Computes as many of the first rows as may be, into y; how many."""
     done = 0
     if not x_TK.is_cuda or x_TK.dtype != torch.bfloat16 or any(a.data_ptr() % 256 for a in (x_TK, w_NK, y_TN)):
         return done
@@ -109,14 +109,19 @@ def _by_library(x_TK: Tensor, w_NK: Tensor, y_TN: Tensor) -> int:
     return done
 
 
+def _by_either(x_TK: Tensor, w_NK: Tensor, y_TN: Tensor) -> None:
+    """By the library as far as may be, what is left by our own kernel."""
+    done = _by_library(x_TK, w_NK, y_TN)
+    (t, k), n = x_TK[done:].shape, w_NK.shape[0]
+    _launch(x_TK[done:], w_NK, y_TN[done:], t, n, k, 1, 1, (x_TK.stride(0), 0, 0, y_TN.stride(0), 0, 0), None)
+
+
 def product(x_TK: Tensor, w_NK: Tensor, out: torch.dtype) -> Tensor:
     """`linear`, bit for bit, by whatever is faster."""
     assert x_TK.stride(1) == 1
     assert w_NK.is_contiguous()
     y = torch.empty(x_TK.shape[0], w_NK.shape[0], dtype=out, device=x_TK.device)
-    done = _by_library(x_TK, w_NK, y)
-    (t, k), n = x_TK[done:].shape, w_NK.shape[0]
-    _launch(x_TK[done:], w_NK, y[done:], t, n, k, 1, 1, (x_TK.stride(0), 0, 0, n, 0, 0), None)
+    _by_either(x_TK, w_NK, y)
     return y
 
 
@@ -124,16 +129,13 @@ def product_groups(x_TGK: Tensor, w_GNK: Tensor, out: torch.dtype) -> Tensor:
     """`linear_groups`, bit for bit, by whatever is faster."""
     assert x_TGK.stride(2) == 1
     assert w_GNK.is_contiguous()
-    t, g, k = x_TGK.shape
+    t, g, _ = x_TGK.shape
     n = w_GNK.shape[1]
-    if t < PIECES[-1]:
+    if t < PIECES[-1]:  # nothing for the library, so all groups at once
         return linear_groups(x_TGK, w_GNK, out)
     y = torch.empty(t, g * n, dtype=out, device=x_TGK.device)
     for group in range(g):
-        x, own = x_TGK[:, group], y[:, group * n : (group + 1) * n]
-        done = _by_library(x, w_GNK[group], own)
-        strides = (x.stride(0), 0, 0, g * n, 0, 0)
-        _launch(x[done:], w_GNK[group], own[done:], t - done, n, k, 1, 1, strides, None)
+        _by_either(x_TGK[:, group], w_GNK[group], y[:, group * n : (group + 1) * n])
     return y
 
 

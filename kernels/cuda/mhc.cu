@@ -20,9 +20,8 @@
 // and one does the Sinkhorn of up to 32 tokens at a time, a lane each. Eight warps make layer_in while the octet is still in
 // shared memory: the streams are read once. Where a sub-layer has ended these eight mix an octet kLate ahead of that, in
 // shared memory, and a last warp stores it from there. The product is at most kAhead octets ahead of layer_in.
+#include "copy_engine.cuh"
 #include "hopper.cuh"
-
-#include <cuda.h>
 
 using namespace hr;
 
@@ -72,17 +71,9 @@ struct Layout {
   static_assert(kStages >= kAhead);  // else a stage's `done` could end twice before the sums of kAhead later look at it
 };
 
-__device__ __forceinline__ void mbar_expect(uint32_t bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void previous_kernel_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(bar)
-               : "memory");
-}
 // Eight tokens from `token` on, four blocks of 64 channels from `block` on; tokens past the end are zeros.
 __device__ __forceinline__ void load_streams(uint32_t to, const CUtensorMap* map, int token, int block, uint32_t bar) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %3, %5}], [%2];"
@@ -532,25 +523,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// The driver's encoder of tensor maps, found at run time: the object needs no driver library to link with.
-static cudaError_t encode(CUtensorMap* map, const void* data, int rank, const cuuint64_t* dims, const cuuint64_t* strides,
-                          const cuuint32_t* box) {
-  static decltype(&cuTensorMapEncodeTiled) encoder = nullptr;
-  if (!encoder) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-    if (e != cudaSuccess) return e;
-    if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-    encoder = (decltype(encoder))found;
-  }
-  const cuuint32_t step[4] = {1, 1, 1, 1};
-  const CUresult r = encoder(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, (void*)data, dims, strides, box, step,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
 template <bool kAfter>
 static cudaError_t launch(Params p, cudaStream_t stream, int* most) {
   using L = Layout<kAfter>;
@@ -581,9 +553,9 @@ static cudaError_t launch(Params p, cudaStream_t stream, int* most) {
   const cuuint64_t t = p.tokens, dims[4] = {64, t, 4, kD / 64}, strides[3] = {4 * kD * 2, kD * 2, 128};
   const cuuint64_t dims_y[3] = {64, t, kD / 64}, strides_y[2] = {kD * 2, 128};
   const cuuint32_t box[4] = {64, kOctet, 4, kChannels / 64}, box_y[3] = {64, kOctet, kChannels / 64};
-  cudaError_t e = encode(&maps[0], p.streams, 4, dims, strides, box);
-  if (e == cudaSuccess) e = encode(&maps[1], kAfter ? p.y : p.streams, 3, dims_y, strides_y, box_y);
-  if (e == cudaSuccess) e = encode(&maps[2], kAfter ? p.streams_out : p.streams, 4, dims, strides, box);
+  cudaError_t e = encode_map(&maps[0], p.streams, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+  if (e == cudaSuccess) e = encode_map(&maps[1], kAfter ? p.y : p.streams, 3, dims_y, strides_y, box_y, CU_TENSOR_MAP_SWIZZLE_128B);
+  if (e == cudaSuccess) e = encode_map(&maps[2], kAfter ? p.streams_out : p.streams, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
   if (e != cudaSuccess) return e;
   const int octets = (p.tokens + kOctet - 1) / kOctet;
   // As few clusters as take the longest no longer: each of them loads all the weights.

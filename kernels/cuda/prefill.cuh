@@ -1,19 +1,9 @@
 // What the two kernels of prefill attention share: loads of q and of rows, sums over a quad, the way of the output to memory.
 #pragma once
-#include <cuda.h>
-
+#include "copy_engine.cuh"
 #include "hopper.cuh"
 
 namespace hr {
-
-__device__ __forceinline__ void mbar_expect(uint32_t bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(bar)
-               : "memory");
-}
 
 // After a wait: what the product wrote is read from here on, not before (the compiler sees no tie between the two).
 template <int N>
@@ -53,23 +43,6 @@ __device__ __forceinline__ void store_matrices(uint32_t addr, const uint32_t (&w
                : "memory");
 }
 
-// The driver's encoder of tensor maps, found at run time: the object needs no driver library to link with.
-inline cudaError_t encode_map(CUtensorMap* map, const void* x, int rank, const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
-                              CUtensorMapSwizzle swizzle) {
-  static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-  if (!encode) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-    if (e != cudaSuccess) return e;
-    if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-    encode = (decltype(encode))found;
-  }
-  const cuuint32_t step[4] = {1, 1, 1, 1};
-  const CUresult r = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, (void*)x, dims, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                            swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
 // One query's boxes of heads x blocks of 64 channels: block after block, head after head, under the 128-byte swizzle in shared memory.
 inline cudaError_t encode_heads(CUtensorMap* map, const void* x, int heads, int queries, int64_t stride_h, int64_t stride_t, int box_heads,
                                 int box_blocks) {

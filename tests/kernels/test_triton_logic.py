@@ -84,6 +84,15 @@ def test_linear_is_the_product(t: int, k: int, n: int, split: int) -> None:
 
 
 @interpreted
+def test_products_of_many_rows_are_the_same_without_a_library() -> None:
+    """Rows with a gap between them, groups each into their own columns: what is left to our kernel, here all of it."""
+    torch.manual_seed(4)
+    x, w = torch.randn(dense.PIECES[-1] + 8, 2, 64), torch.randn(2, 16, 64)
+    assert torch.equal(dense.product_groups(x, w, torch.float32), dense.linear_groups(x, w, torch.float32))
+    assert torch.equal(dense.product(x[:, 1], w[1], torch.float32), dense.linear(x[:, 1], w[1], torch.float32))
+
+
+@interpreted
 def test_norms_streams_and_tokens_are_the_plain_ones() -> None:
     """With and without a sub-layer before; a width that is no power of two; NaN and ties among logits."""
     torch.manual_seed(2)
