@@ -148,6 +148,10 @@ def _add_arithmetic(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-dtype", dest="model.kv_dtype", metavar="auto|fp32|bf16|fp8", help="fp8: with fp4 indexer keys"
     )
+    parser.add_argument(
+        "--gpu-memory-utilization", dest="cache.gpu_memory_utilization", metavar="PART",
+        help="of the GPU's memory, for one worker (default 0.9 divided by the workers that serve starts)",
+    )  # fmt: skip
     parser.add_argument("--max-model-len", dest="model.max_model_len", metavar="TOKENS", help="prompt and output")
     parser.add_argument(
         "--max-num-batched-tokens", dest="engine.max_num_batched_tokens", metavar="TOKENS", help="of one step"
@@ -265,7 +269,7 @@ def _worker_settings(arguments: argparse.Namespace, role: str) -> Config:
     from ..config.resolve import resolve
     from .host import inspect_host
 
-    return resolve(config, inspect_host())
+    return resolve(config, inspect_host(device_is_open=config.model.device == "auto"))
 
 
 def _begin(arguments: argparse.Namespace) -> None:

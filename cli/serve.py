@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config.load import ENV_API_KEY, ENV_CONFIG, ENV_PREFIX, FIELDS, as_flags, replace
+from ..config.resolve import GPU_MEMORY_UTILIZATION
 from ..config.tree import Config
 from ..core.errors import ConfigError
 from .ports import check_free, free_ports
@@ -97,6 +98,9 @@ def complete(config: Config) -> Config:
             check_free(config.router.grpc_host, config.router.grpc_port, "router.grpc_host, router.grpc_port")
     if config.engine.num_threads == 0:
         changes["engine.num_threads"] = max(1, len(os.sched_getaffinity(0)) // len(worker_names(config)))
+    if config.cache.gpu_memory_utilization == 0 and len(worker_names(config)) > 1:
+        # They all see the same GPU first, if there is one.
+        changes["cache.gpu_memory_utilization"] = round(GPU_MEMORY_UTILIZATION / len(worker_names(config)), 3)
     return replace(config, changes)
 
 

@@ -34,6 +34,7 @@ RANGES: Mapping[str, tuple[float, float]] = types.MappingProxyType(
     {
         "model.max_model_len": (0, 1 << 27),
         "cache.memory_bytes": (0, 1 << 50),
+        "cache.gpu_memory_utilization": (0.0, 1.0),
         "cache.history_pages": (0, 1 << 31),
         "cache.window_pages": (0, 1 << 31),
         "cache.state_rows": (0, 1 << 24),

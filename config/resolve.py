@@ -30,6 +30,9 @@ CHECK_POINT_PART = 8
 CPU_POOL_BYTES = 1 << 30
 """The most that a CPU worker takes for its pools unasked: a laptop has other work, and several workers."""
 
+GPU_MEMORY_UTILIZATION = 0.9
+"""Of a GPU, unasked. The rest is for what nobody counts: contexts, libraries, the allocator's odd ends."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
@@ -38,6 +41,8 @@ class Host:
     num_cores: int
     free_memory_bytes: int
     """Of host memory, what can be had without swapping."""
+    has_gpu: bool = False
+    """This process sees a GPU that the engine can compute on."""
 
 
 def resolve(config: Config, host: Host) -> Config:
@@ -45,8 +50,8 @@ def resolve(config: Config, host: Host) -> Config:
     model = config.model
     chosen: dict[str, object] = {}
     if model.device == "auto":
-        # The engine computes on the CPU only, as yet; whoever says cuda is told so by it.
-        chosen["model.device"] = "cpu"
+        chosen["model.device"] = "cuda" if host.has_gpu else "cpu"
+    device = chosen.get("model.device", model.device)
     if model.dtype == "auto":
         # The weights were trained so; fp32 is for the oracle.
         chosen["model.dtype"] = "bf16"
@@ -55,11 +60,12 @@ def resolve(config: Config, host: Host) -> Config:
         chosen["model.kv_dtype"] = "fp32" if model.dtype == "fp32" else "fp8"
     if config.transfer.process == "auto":
         # Two processes take turns on a GPU; in one the copies run beside the engine's kernels.
-        device = chosen.get("model.device", model.device)
         chosen["transfer.process"] = "own" if device == "cpu" and config.transfer.driver == "nixl" else "worker"
     if config.engine.num_threads == 0:
         chosen["engine.num_threads"] = max(1, host.num_cores)
-    if config.cache.memory_bytes == 0:
+    if device == "cuda" and config.cache.gpu_memory_utilization == 0:
+        chosen["cache.gpu_memory_utilization"] = GPU_MEMORY_UTILIZATION
+    if device == "cpu" and config.cache.memory_bytes == 0:
         chosen["cache.memory_bytes"] = min(CPU_POOL_BYTES, host.free_memory_bytes // 8)
     resolved = replace(config, chosen)
     before = flatten(config)

@@ -23,6 +23,7 @@ class ModelSection:
     served_names: tuple[str, ...] = ()
     """Names that requests may use, the first the default; empty: the directory's name."""
     device: DeviceName = "auto"
+    """auto: cuda where the process sees a GPU that the kernels are for and can compile them, else cpu."""
     dtype: ComputeDtype = "auto"
     """Rounding of activations between operations; fp32 exists to be judged by the oracle."""
     kv_dtype: KvDtype = "auto"
@@ -36,7 +37,11 @@ class CacheSection:
     """Sizes of the four pools."""
 
     memory_bytes: int = 0
-    """Bytes for all pools together; 0: an eighth of the host's free memory, at most 1 GiB, whatever the device."""
+    """Bytes for all pools together; 0: on the CPU an eighth of the host's free memory, at most 1 GiB; on a GPU what
+    `gpu_memory_utilization` leaves."""
+    gpu_memory_utilization: float = 0.0
+    """Part of a GPU's memory that one worker may take: weights, what a step needs, transfer buffers, and pools, which
+    get the rest. 0: nine tenths, divided by the workers that `serve` starts."""
     history_pages: int = 0
     """256 tokens each; 0: from memory_bytes. The same for the other pools."""
     window_pages: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import logging
 import os
@@ -40,6 +42,9 @@ from .api import EventSink
 from .core import Engine
 
 logger = logging.getLogger(__name__)
+
+GPU_STEP_BYTES = 1 << 30
+"""For graphs, and for what a step over long contexts takes beyond one over none."""
 
 
 def layer_views(layout: CacheLayout, pools: CachePools) -> list[LayerViews]:
@@ -137,6 +142,56 @@ def transfer_parts(
     return DeviceMover(layout, pools), lambda number, stride: DeviceMemory(number, stride, pools.device)
 
 
+@dataclass(frozen=True)
+class _Computing:
+    """A forward pass and what its cache must know of it."""
+
+    model: ForwardPass
+    kernels: str
+    """Name of the arithmetic, for the fingerprint."""
+    insert: Callable[..., None]
+
+
+def forward_pass(
+    config: Config, model_config: ModelConfig, weights: Weights, layout: CacheLayout, device: torch.device, length: int
+) -> _Computing:
+    """The model on its device, with all that steps launch compiled; `length` is the longest sequence in tokens."""
+    bf16 = config.model.dtype != "fp32"
+    if device.type == "cpu":
+        return _Computing(
+            Transformer(model_config, weights, bf16=bf16, max_positions=length), "cpu-1", cpu.insert_entries
+        )
+    ops = device_ops(layout, bf16=bf16, batch_invariant=config.engine.batch_invariant)
+    model = device_model(model_config, weights, ops, length, config.engine.max_num_seqs, device)
+    if ops.capturable:  # else nothing is compiled
+        # The pools come later: their size depends on what is left. Padding reads and writes no page.
+        scratch = CachePools(layout, dict.fromkeys(PoolKind, 1), str(device))
+        model.warm(layer_views(layout, scratch), config.engine.max_num_batched_tokens)
+    return _Computing(model, ops.name, ops.insert_entries)
+
+
+def gpu_pool_bytes(config: Config, device: torch.device) -> int:
+    """What is left of a worker's part of the GPU for its pools, once its model is there and its steps were warmed.
+
+    Raises:
+        ConfigError: nothing is.
+    """
+    part = config.cache.gpu_memory_utilization
+    free, total = torch.cuda.mem_get_info(device)
+    transfer = config.transfer
+    buffers = (transfer.num_send_buffers + transfer.num_landing_buffers) * transfer.segment_bytes
+    # What the allocator holds are the weights, and the most that a step of padding took.
+    taken = torch.cuda.memory_reserved(device)
+    left = min(int(total * part) - taken, free) - buffers - GPU_STEP_BYTES
+    logger.info("engine.gpu_memory total=%d part=%s taken=%d free=%d pools=%d", total, part, taken, free, left)
+    if left <= 0:
+        raise ConfigError(
+            f"cache.gpu_memory_utilization is {part}: of {total} bytes the weights and a step take {taken}, transfer "
+            f"buffers {buffers}, {free} are free, which leaves nothing for the pools: raise it, or say memory_bytes"
+        )
+    return left
+
+
 def build_engine(
     config: Config,
     clock: Clock,
@@ -154,17 +209,23 @@ def build_engine(
     path = Path(config.model.path)
     model_config = ModelConfig.load(path)
     max_model_len = config.model.max_model_len or model_config.max_position
-    bf16 = config.model.dtype != "fp32"
     if config.engine.num_threads:
         torch.set_num_threads(config.engine.num_threads)
     layout = CacheLayout(CacheShape(model_config.ratios), config.model.kv_dtype)
-    cache = size_pools(
-        config.cache,
-        {kind: pool.page_bytes for kind, pool in layout.pools.items()},
+    sized = functools.partial(
+        size_pools,
+        page_bytes={kind: pool.page_bytes for kind, pool in layout.pools.items()},
         max_num_seqs=config.engine.max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         max_model_len=max_model_len,
     )
+    measured = device.type != "cpu" and config.cache.memory_bytes == 0
+    if not measured:
+        sized(config.cache)  # refuses what does not fit before the weights are loaded
+    weights = load_weights(path, model_config, progress)
+    computing = forward_pass(config, model_config, weights, layout, device, max_model_len)
+    memory_bytes = gpu_pool_bytes(config, device) if measured else config.cache.memory_bytes
+    cache = sized(dataclasses.replace(config.cache, memory_bytes=memory_bytes))
     num_pages = {
         PoolKind.HISTORY: cache.history_pages,
         PoolKind.WINDOW: cache.window_pages,
@@ -176,25 +237,15 @@ def build_engine(
     manager = CacheManager(
         num_pages, pools.poison_pages if cache.poison_free_pages else None, replay_tokens=replay_tokens
     )
-    weights = load_weights(path, model_config, progress)
-    model: ForwardPass
-    if device.type == "cpu":
-        model = Transformer(model_config, weights, bf16=bf16, max_positions=max_model_len)
-        kernels, insert = "cpu-1", cpu.insert_entries
-    else:
-        ops = device_ops(layout, bf16=bf16, batch_invariant=config.engine.batch_invariant)
-        model = on_device = device_model(model_config, weights, ops, max_model_len, config.engine.max_num_seqs, device)
-        if ops.capturable:  # else nothing is compiled
-            on_device.warm(layer_views(layout, pools), config.engine.max_num_batched_tokens)
-        kernels, insert = ops.name, ops.insert_entries
     far = rotary_table(model_config.compress_rope_theta, model_config.yarn, min(max_model_len, 65536))
-    golden = golden_digests(layout, insert, str(device)) | {"rotary": table_digest(far)}
-    named = {"weights": weight_digest(path), "arithmetic": "bf16" if bf16 else "fp32", "kernels": kernels}
+    golden = golden_digests(layout, computing.insert, str(device)) | {"rotary": table_digest(far)}
+    arithmetic = "fp32" if config.model.dtype == "fp32" else "bf16"
+    named = {"weights": weight_digest(path), "arithmetic": arithmetic, "kernels": computing.kernels}
     text = document(layout, named, golden)
     if not config.model.max_model_len:
         max_model_len = min(max_model_len, manager.max_tokens())
     engine = Engine(
-        model,
+        computing.model,
         layer_views(layout, pools),
         manager,
         CheckPointCopier(layout, pools),

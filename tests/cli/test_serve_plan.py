@@ -102,6 +102,16 @@ def test_cores_are_shared_out(checkpoint: Path):
     assert complete(make_config(checkpoint, engine__num_threads="3")).engine.num_threads == 3
 
 
+def test_a_gpu_is_shared_out(checkpoint: Path):
+    """Workers of one host see the same GPU first; one alone is left to choose, a wish is kept and handed on."""
+    assert complete(make_config(checkpoint)).cache.gpu_memory_utilization == 0.45
+    assert complete(make_config(checkpoint, serve__monolithic="true")).cache.gpu_memory_utilization == 0.0
+    asked = complete(make_config(checkpoint, cache__gpu_memory_utilization="0.3"))
+    assert asked.cache.gpu_memory_utilization == 0.3
+    _, *workers = plan_children(asked, {})
+    assert all("cache.gpu_memory_utilization=0.3" in child.words for child in workers)
+
+
 def test_taken_port_is_refused_before_anything_starts(checkpoint: Path):
     """With the key that can change it."""
     with socket.socket() as listener:

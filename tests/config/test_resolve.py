@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config.load import load
-from headrace.config.resolve import CPU_POOL_BYTES, Host, resolve, size_pools
+from headrace.config.resolve import CPU_POOL_BYTES, GPU_MEMORY_UTILIZATION, Host, resolve, size_pools
 from headrace.config.tree import CacheSection, Config
 from headrace.core.errors import ConfigError
 from headrace.core.pools import PoolKind
 
 LAPTOP = Host(num_cores=4, free_memory_bytes=4 << 30)
 SERVER = Host(num_cores=64, free_memory_bytes=512 << 30)
+GPU_HOST = Host(num_cores=64, free_memory_bytes=512 << 30, has_gpu=True)
 
 
 def test_auto_on_a_laptop_is_cpu_bf16_and_fp8_pages():
@@ -36,6 +37,18 @@ def test_fp32_arithmetic_keeps_fp32_pages_unless_told():
     """fp32 exists to be judged by the oracle."""
     assert resolve(load(flags={"model.dtype": "fp32"}), LAPTOP).model.kv_dtype == "fp32"
     assert resolve(load(flags={"model.dtype": "fp32", "model.kv_dtype": "fp8"}), LAPTOP).model.kv_dtype == "fp8"
+
+
+def test_auto_on_a_gpu_is_cuda_and_pools_wait_for_what_is_left():
+    """Their size is known once the model is there; on the CPU the setting stays as it is."""
+    config = resolve(Config(), GPU_HOST)
+    assert (config.model.device, config.model.kv_dtype, config.transfer.process) == ("cuda", "fp8", "worker")
+    assert (config.cache.memory_bytes, config.cache.gpu_memory_utilization) == (0, GPU_MEMORY_UTILIZATION)
+    asked = resolve(load(flags={"model.device": "cpu", "cache.gpu_memory_utilization": "0.5"}), GPU_HOST)
+    assert (asked.model.device, asked.cache.memory_bytes) == ("cpu", CPU_POOL_BYTES)
+    assert resolve(load(flags={"cache.gpu_memory_utilization": "0.5"}), GPU_HOST).cache.gpu_memory_utilization == 0.5
+    assert resolve(load(flags={"cache.memory_bytes": "3GiB"}), GPU_HOST).cache.memory_bytes == 3 << 30
+    assert resolve(config, GPU_HOST) == config
 
 
 def test_what_was_said_stays():

@@ -22,11 +22,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 def test_disaggregated_equals_monolithic_on_one_card(rng: random.Random) -> None:
     """Three workers share the card: other chunks, order, company and process for the first token, the same bits."""
     checkpoint: Path = ensure_demo()
-    words = ("--served-model-name", "demo", "--device", "cuda", "--kv-dtype", "fp8", "--max-num-batched-tokens")
+    # A fifth of the card each; the pair finds the GPU by itself.
+    words = ("--kv-dtype", "fp8", "--gpu-memory-utilization", "0.2", "--served-model-name", "demo")
     environment = {"UCX_TLS": os.environ.get("UCX_TLS", "all")}
     with (
-        Cluster(checkpoint, *words, "1024", "--monolithic", environment=environment) as one,
-        Cluster(checkpoint, *words, "320", "--prefill", "1", "--decode", "1", environment=environment) as pair,
+        Cluster(checkpoint, *words, "--device", "cuda", "--monolithic", environment=environment) as one,
+        Cluster(checkpoint, *words, "--max-num-batched-tokens", "320", environment=environment) as pair,
     ):
         one.wait_ready(150.0)
         pair.wait_ready(150.0)
