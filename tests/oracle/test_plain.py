@@ -61,7 +61,7 @@ def test_every_known_mistake_shows(fault: str, checkpoints: Checkpoints):
     assert worst(plain(v, FAULTS[fault]).logits(record.prompt[:140]), record)[0] > 10 * TOLERANCE
 
 
-@names
+@each_variant
 def test_no_position_of_a_prompt_is_in_doubt(v: Variant, checkpoints: Checkpoints):
     """Near ties were drawn again, so nothing is left out; and few greedy tokens have to be."""
     record = checkpoints.record(v, SHORT, SHORT_CUTS)
