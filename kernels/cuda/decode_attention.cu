@@ -4,12 +4,13 @@
 // first list is padded to whole tiles before the second begins), tiles into C runs of ceil(tiles / C), one run a block.
 // C is a constant of the launch and the cut depends on the token's own lengths alone, never on the batch: so does the
 // result (batch-invariant). The blocks exchange partial sums, as fp16 with a scale, through distributed shared memory and add them
-// in run order.
+// in run order. A token that is not cut (C = 1) can have S = 2 blocks all the same: both compute all logits, each has half of the
+// output's channels. They exchange nothing but their loads of q, and the bits are those of one block.
 //
 // A block is four warp-groups. Two produce: they gather entries through a ring of shared memory, decode e4m3 to bf16 and write
 // tiles into two shared buffers; most of a tile (28 of 36 KB) is always on its way, also while another is converted. Warp-group
-// 0 multiplies q by the tile, does the softmax and the product with channels 0..255; warp-group 1 the product with channels
-// 256..511, from the probabilities left in shared memory.
+// 0 multiplies q by the tile, does the softmax and the product with the first half of the block's channels; warp-group 1 the product
+// with the second half, from the probabilities left in shared memory.
 //
 // Decoding e4m3 is integer work: sign, exponent and mantissa bits are moved into place as a bf16 of 2^-120 times the value
 // (subnormals included), and one multiplication by 2^(120 + e - 32) brings in the scale of the group. Everything is
@@ -22,6 +23,7 @@
 
 #include <type_traits>
 
+#include "copy_engine.cuh"
 #include "hopper.cuh"
 
 using namespace hr;
@@ -38,7 +40,7 @@ struct List {
 };
 
 struct Params {
-  const __nv_bfloat16* q;  // [B, H, 512]
+  const __nv_bfloat16* q;  // [B, H, 512], of which the kernel gets a map
   int64_t q_stride_t, q_stride_h;
   List list[2];
   const float* sink;         // [H] or null
@@ -73,8 +75,8 @@ constexpr uint32_t kSink = kNotes + 1152;    // [64] fp32
 constexpr uint32_t kTurn = kSink + 256;      // [64] fp32: cosines and sines of the token's position
 constexpr uint32_t kScales = kTurn + 256;    // [2][64] of 8 bytes: of the rows of a tile, before they are converted
 constexpr uint32_t kSlots = kScales + 1024;  // [2][256 threads]: slots of four tiles, and of the next four
-constexpr uint32_t kBars = kSlots + 2048;    // 6 mbarriers
-constexpr uint32_t kSmemBytes = kBars + 48;
+constexpr uint32_t kBars = kSlots + 2048;    // 7 mbarriers
+constexpr uint32_t kSmemBytes = kBars + 56;
 constexpr float kUnscale = 4294967296.0f;    // 2^32
 
 #ifdef HR_TRACE  // a build for looking at one launch: clock readings, [block][warp-group][event]
@@ -224,7 +226,6 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
 #pragma unroll
   for (int k = kRing; k < kPieces; ++k) load(k, beside + k * 512);
   uint32_t turn = ring;  // where the next piece lies
-  asm volatile("bar.arrive 3, 512;" ::: "memory");  // now q may be asked for
   HR_MARK(1);
   auto tile = [&](int it, auto is_first) {
     constexpr bool kFirst = decltype(is_first)::value;
@@ -251,7 +252,6 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
     }
     if (rotary) factor[1] = 0x2f802f80u;
     mbar_wait(empty + 8 * buf, ((it >> 1) & 1) ^ 1);
-    if (!kFirst && it == 1) named_barrier(2, 384);  // q is in registers
     HR_MARK(5 + 4 * it);
     const uint32_t held = __ballot_sync(~0u, slot >= 0);
     if (lane == 0) asm volatile("st.shared.u8 [%0], %1;" ::"r"(smem + kHeld + buf * 8 + (row0 >> 3)), "r"(held) : "memory");
@@ -307,65 +307,81 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
   for (int it = 1; it < c.count; ++it) tile(it, std::false_type{});
 }
 
-// Where block `atom` of q begins: the last ones lie in the second tile's memory until registers have them.
+// Where block `atom` of q begins: the last one lies where probabilities will be, of the same rows, until registers have it.
 __device__ __forceinline__ uint32_t q_block(uint32_t smem, int atom) {
-  return smem + atom * 8192 + (atom < kQBlocks ? kQ : kK + kKBytes);
+  return smem + (atom < kQBlocks ? kQ + atom * 8192 : kP);
 }
 
-// Asks for q of 64 heads, straight into its place in shared memory; a warp has 8 of them. Missing heads become zeros.
-__device__ __forceinline__ void ask_q(const Params& p, uint32_t smem, int token, int head0, int warp, int lane) {
-  const int rows = p.heads - head0;
-#pragma unroll 4
-  for (int i = 0; i < 8; ++i) {
-    const int row = warp * 8 + i;
-    const __nv_bfloat16* src = p.q + token * p.q_stride_t + (head0 + (row < rows ? row : 0)) * p.q_stride_h + lane * 8;
-    const uint32_t at = row * 128 + (((lane & 7) ^ i) << 4), bytes = row < rows ? 16 : 0;
+// Asks for q of 64 heads, straight into its place; missing heads become zeros. Two blocks of a token ask for half of it each, for both.
+template <int S>
+__device__ __forceinline__ void ask_q(const CUtensorMap* map, uint32_t smem, int token, int head0, int side, uint32_t bar) {
+  mbar_expect(bar, 65536);
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(q_block(smem, 4 * h + (lane >> 3)) + at), "l"(src + 256 * h),
-                   "r"(bytes)
-                   : "memory");
+  for (int i = 0; i < 8 / S; ++i) {
+    const int atom = side * (8 / S) + i;
+    if constexpr (S == 1)
+      tensor_load(q_block(smem, atom), map, atom, head0, token, bar);
+    else
+      tensor_load_shared(q_block(smem, atom), map, atom, head0, token, bar, 3);
   }
+}
+
+__device__ __forceinline__ float4 ld_f4(uint32_t addr) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr));
+  return v;
 }
 
 // Norms (without weight) and rotates a warp's 8 heads of q in place.
-__device__ __forceinline__ void norm_rope_q(const Params& p, uint32_t smem, int token, int warp, int lane) {
+__device__ __forceinline__ void norm_rope_q(const Params& p, uint32_t smem, int warp, int lane) {
   float4 cs = {}, sn = {};
   if (lane >= 24) {
-    const float* t = p.cos_sin + p.positions[token] * 64 + (lane - 24) * 4;
-    cs = *(const float4*)t;
-    sn = *(const float4*)(t + 32);
+    cs = ld_f4(smem + kTurn + (lane - 24) * 16);
+    sn = ld_f4(smem + kTurn + 128 + (lane - 24) * 16);
   }
-#pragma unroll 2
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t at = (warp * 8 + i) * 128 + (((lane & 7) ^ i) << 4);
-    const uint32_t line = q_block(smem, lane >> 3) + at, line2 = q_block(smem, 4 + (lane >> 3)) + at;
-    uint4 a = ld_u4(line), b = ld_u4(line2);
-    uint32_t* w[2] = {(uint32_t*)&a, (uint32_t*)&b};
-    float sum = 0;
+  constexpr int kTurns = 4;  // heads at a time: their waits overlap
+#pragma unroll 1
+  for (int first = 0; first < 8; first += kTurns) {
+    uint32_t w[kTurns][2][4];
+    float sum[kTurns] = {};
+    auto line = [&](int i, int h) {
+      return q_block(smem, 4 * h + (lane >> 3)) + (warp * 8 + first + i) * 128 + (((lane & 7) ^ (first + i)) << 4);
+    };
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+    for (int i = 0; i < kTurns; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) *(uint4*)w[i][h] = ld_u4(line(i, h));
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float x = bf16_lo(w[i][h][j]), y = bf16_hi(w[i][h][j]);
+          sum[i] += x * x + y * y;
+        }
+#pragma unroll
+    for (int m = 16; m; m >>= 1)
+#pragma unroll
+      for (int i = 0; i < kTurns; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], m);
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      const float r = rsqrtf(sum[i] * (1.0f / 512) + p.eps);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        float x = bf16_lo(w[h][j]), y = bf16_hi(w[h][j]);
-        sum += x * x + y * y;
+        uint32_t &a = w[i][0][j], &b = w[i][1][j];
+        a = pack_bf16(bf16_lo(a) * r, bf16_hi(a) * r);
+        float x = bf16_lo(b) * r, y = bf16_hi(b) * r;
+        if (lane >= 24) {
+          float c = ((float*)&cs)[j], s = ((float*)&sn)[j], t = x;
+          x = t * c - y * s;
+          y = y * c + t * s;
+        }
+        b = pack_bf16(x, y);
       }
 #pragma unroll
-    for (int m = 16; m; m >>= 1) sum += __shfl_xor_sync(~0u, sum, m);
-    const float r = rsqrtf(sum * (1.0f / 512) + p.eps);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      w[0][j] = pack_bf16(bf16_lo(w[0][j]) * r, bf16_hi(w[0][j]) * r);
-      float x = bf16_lo(w[1][j]) * r, y = bf16_hi(w[1][j]) * r;
-      if (lane >= 24) {
-        float c = ((float*)&cs)[j], s = ((float*)&sn)[j], t = x;
-        x = t * c - y * s;
-        y = y * c + t * s;
-      }
-      w[1][j] = pack_bf16(x, y);
+      for (int h = 0; h < 2; ++h) st_shared_v4(line(i, h), *(uint4*)w[i][h]);
     }
-    st_shared_v4(line, a);
-    st_shared_v4(line2, b);
   }
 }
 
@@ -385,15 +401,11 @@ __device__ __forceinline__ void turn_back(float& x, float& y, float c, float s) 
   y = y * c - t * s;
 }
 
-__device__ __forceinline__ float4 ld_f4(uint32_t addr) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr));
-  return v;
-}
-
 // A product instruction takes 128 channels: one of 256 needs more registers than a thread has before the groups trade theirs.
-__device__ __forceinline__ float (&low_half(float (&o)[128]))[64] { return *(float(*)[64])(o); }
-__device__ __forceinline__ float (&high_half(float (&o)[128]))[64] { return *(float(*)[64])(o + 64); }
+template <int kHalf, int N>
+__device__ __forceinline__ float (&half_of(float (&o)[N]))[64] {
+  return *(float(*)[64])(o + 64 * kHalf);
+}
 
 // Writes 8 heads x 128 channels of a warp: v[2 * k + e] is channel 8 * k + 2 * quad + e of head `head` + lane / 4, divided already.
 // `stage` is 2304 bytes of the warp's own.
@@ -455,13 +467,13 @@ __device__ __forceinline__ void emit(const Params& p, uint32_t smem, uint32_t st
   __syncwarp();
 }
 
-// The end of a product warp: 16 heads, 256 channels. With C blocks a token each ends kHeads of the heads. It is sent the sums of
+// The end of a product warp: 16 heads, 2 * N channels. With C blocks a token each ends kHeads of the heads. It is sent the sums of
 // all blocks for these, where its q and its ring were: as fp16, times a power of two for each head and half of the channels, so that
 // the magnitudes of a half add up to less than one (what that loses is small beside the rounding of the output), with a note for
 // each head: maximum, divisor, the powers' inverses.
-template <int C>
-__device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o)[128], float (&m)[2], float (&l)[2], int token,
-                                       int head0, int rank, int group, int warp, int lane) {
+template <int C, int N>
+__device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o)[N], float (&m)[2], float (&l)[2], int token,
+                                       int head0, int rank, int group, int first_quarter, int warp, int lane) {
   const int row0 = (warp & 3) * 16 + (lane >> 2), quad = lane & 3;
   const uint32_t stage = smem + (C == 1 ? kQ : kK) + warp * 2304;
   if constexpr (C == 1) {
@@ -479,13 +491,13 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
       const int row = row0 + 8 * h, head = head0 + row;
       const float top = ld_f1(smem + kNotes + row * 8), shift = top == -INFINITY ? 0.0f : top;
       float sum = ld_f1(smem + kNotes + row * 8 + 4);
-      if (p.lse && group == 0 && quad == 0 && head < p.heads) p.lse[(int64_t)token * p.heads + head] = (top + __log2f(sum)) * kLn2;
+      if (p.lse && first_quarter == 0 && quad == 0 && head < p.heads) p.lse[(int64_t)token * p.heads + head] = (top + __log2f(sum)) * kLn2;
       sum += exp2_fast(ld_f1(smem + kSink + row * 4) * kLog2e - shift);
       f[h] = top == -INFINITY && sum == sum ? 0.0f : kUnscale / sum;
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half == 0)
+    for (int half = 0; half < N / 64; ++half) {
+      if (half + 1 < N / 64)
         wgmma_wait<1>();  // what lies in the first half is written while the second is multiplied
       else
         wgmma_wait<0>();
@@ -498,7 +510,7 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
           v[2 * k + 1] = o[64 * half + 4 * k + 2 * h + 1] * f[h];
         }
         const int first = head0 + (warp & 3) * 16 + 8 * h;
-        emit(p, smem, stage, v, token, first, p.heads - first, group * 2 + half, lane);
+        emit(p, smem, stage, v, token, first, p.heads - first, first_quarter + half, lane);
       }
     }
   } else {
@@ -589,17 +601,18 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
 
 }  // namespace
 
-template <int C>
-__global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant__ Params p) {
+template <int C, int S>
+__global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant__ CUtensorMap q_map,
+                                                            const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t smem = smem_u32(shared_bytes);
-  const int rank = C == 1 ? 0 : blockIdx.x, head0 = blockIdx.y * 64, token = blockIdx.z;
+  const int rank = C == 1 ? 0 : blockIdx.x, side = S == 1 ? 0 : blockIdx.x, head0 = blockIdx.y * 64, token = blockIdx.z;
   const int group = threadIdx.x >> 7, lane = threadIdx.x & 31;
   const int warp = threadIdx.x >> 5;
   const uint32_t bars = smem + kBars;
-  // full[2], empty[2] of the tiles; written, read of the probabilities. A warp arrives as one. Of the numbered barriers 1 joins the
-  // product groups, 2 says that q's last block is in registers, 3 that the first tile has been asked for.
-  const uint32_t full = bars, empty = bars + 16, p_full = bars + 32, p_empty = bars + 40;
+  // full[2], empty[2] of the tiles; written, read of the probabilities; q is here. A warp arrives as one. The numbered barrier 1 joins
+  // the product groups.
+  const uint32_t full = bars, empty = bars + 16, p_full = bars + 32, p_empty = bars + 40, q_full = bars + 48;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       mbar_init(full + 8 * i, 8);
@@ -607,6 +620,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     }
     mbar_init(p_full, 4);
     mbar_init(p_empty, 4);
+    mbar_init(q_full, 1);
     fence_barrier_init();
   }
   // Whatever does not need the lengths is under way before they are here: slots as if both lists were full.
@@ -618,7 +632,10 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
                 *at_n1 = p.list[1].lengths ? p.list[1].lengths + token : nullptr;
   // Computed before the wait, so that it hides the parameters' way from memory.
   asm volatile("" ::"l"(at_slots), "l"(at_later), "l"(at_n0), "l"(at_n1) : "memory");
-  __syncthreads();
+  if constexpr (S == 1)
+    __syncthreads();
+  else
+    cluster_sync();  // either block writes q into the other
   after_previous_kernel();
   HR_MARK(0);
   int32_t slots = -1, later = -1;
@@ -634,6 +651,8 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
   // A block that has its token to itself ends it as in a launch of one block a token: the same bits, and nobody waits.
   const bool together = C > 1 && c.parts > 1;
   if (C > 1 && !together && rank > 0) return;
+  // Not before the slots have been asked for, which have the longer way to go.
+  if (threadIdx.x == 0) ask_q<S>(&q_map, smem, token, head0, side, q_full);
 
   const int row0 = (warp & 3) * 16 + (lane >> 2), quad = lane & 3;
   if (group == 1) {
@@ -642,18 +661,16 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       // A list of negative length is none: what would be made of it is NaN.
       const float sink = p.sink && head0 + i < p.heads ? p.sink[head0 + i] : -INFINITY;
       ((float*)(shared_bytes + kSink))[i] = broken ? __int_as_float(0x7fffffff) : sink;
-    } else if (p.out8 || p.turn_out) {
+    } else if (p.raw_q || p.out8 || p.turn_out) {
       ((float*)(shared_bytes + kTurn))[i] = p.cos_sin[p.positions[token] * 64 + i];
     }
   }
-  if (group < 2) {
-    named_barrier(3, 512);  // entries first: they have the longer way to go
-    ask_q(p, smem, token, head0, warp, lane);
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncwarp();
-    if (p.raw_q) norm_rope_q(p, smem, token, warp, lane);
-    fence_async();
+  if (p.raw_q && group < 2) {
+    named_barrier(1, 256);  // cosines and sines
+    mbar_wait(q_full, 0);
     HR_MARK(1);
+    norm_rope_q(p, smem, warp, lane);
+    fence_async();
     named_barrier(1, 256);
     HR_MARK(2);
   }
@@ -676,28 +693,32 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     }
   } else if (group == 0) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-    float o[128];
+    const int first_quarter = S == 1 ? 0 : side * 2;
+    float o[128 / S];
 #pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] = 0;
+    for (int i = 0; i < 128 / S; ++i) o[i] = 0;
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
     uint32_t pr[4][4] = {};
     bool held = false;  // the previous tile's memory
     const float to_log2 = p.scale * kLog2e * kUnscale;
     const uint64_t q_desc = operand(smem + kQ, 16, 1024);
-    uint32_t qr[32 - 4 * kQBlocks][4];
+    // Of the 32 steps along q's channels these read it from shared memory, the others from registers, as many as there is room for.
+    constexpr int kShared = S == 1 ? 4 * kQBlocks : 12;
+    uint32_t qr[32 - kShared][4];
+    mbar_wait(q_full, 0);
 #pragma unroll
-    for (int kk = 0; kk < 32 - 4 * kQBlocks; ++kk) {
+    for (int kk = kShared; kk < 32; ++kk) {
       const int row = (warp & 3) * 16 + (lane & 15), chunk = (kk & 3) * 2 + (lane >> 4);
+      uint32_t(&w)[4] = qr[kk - kShared];
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(qr[kk][0]), "=r"(qr[kk][1]), "=r"(qr[kk][2]), "=r"(qr[kk][3])
-                   : "r"(q_block(smem, kQBlocks + (kk >> 2)) + row * 128 + ((chunk ^ (row & 7)) << 4))
+                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                   : "r"(q_block(smem, kk >> 2) + row * 128 + ((chunk ^ (row & 7)) << 4))
                    : "memory");
     }
-    if (c.count > 1) asm volatile("bar.arrive 2, 384;" ::: "memory");
     for (int it = 0; it < c.count; ++it) {
       const int buf = it & 1;
       const uint64_t k_desc = operand(smem + kK + buf * kKBytes, 16, 1024);
-      const uint64_t v_desc = operand(smem + kK + buf * kKBytes, 8192, 1024);
+      const uint64_t v_desc = operand(smem + kK + buf * kKBytes + first_quarter * 16384, 8192, 1024);
       float s[32];
       mbar_wait(full + 8 * buf, (it >> 1) & 1);
       HR_MARK(4 + 4 * it);
@@ -705,10 +726,10 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
 #pragma unroll
       for (int kk = 0; kk < 32; ++kk) {
         uint64_t step = (kk >> 2) * 512 + (kk & 3) * 2;
-        if (kk < 4 * kQBlocks)
+        if (kk < kShared)
           wgmma_qk(s, q_desc + step, k_desc + step, kk != 0);
         else
-          wgmma_qk_rs(s, qr[kk - 4 * kQBlocks], k_desc + step, 1);
+          wgmma_qk_rs(s, qr[kk - kShared], k_desc + step, 1);
         if (kk == 7) {  // a quarter is on its way; all of it would hold the warp until most is done, and with it the tile before
           wgmma_commit();
           if (held) {  // the product with the previous tile is older, hence done
@@ -777,15 +798,17 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       HR_MARK(6 + 4 * it);
       if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
-        for (int i = 0; i < 128; ++i) o[i] *= alpha[(i >> 1) & 1];
+        for (int i = 0; i < 128 / S; ++i) o[i] *= alpha[(i >> 1) & 1];
       }
       wgmma_fence();
 #pragma unroll
-      for (int kk = 0; kk < 4; ++kk) wgmma_pv_rs(low_half(o), pr[kk], v_desc + kk * 128, 1);
+      for (int kk = 0; kk < 4; ++kk) wgmma_pv_rs(half_of<0>(o), pr[kk], v_desc + kk * 128, 1);
       wgmma_commit();
+      if constexpr (S == 1) {
 #pragma unroll
-      for (int kk = 0; kk < 4; ++kk) wgmma_pv_rs(high_half(o), pr[kk], v_desc + kk * 128 + 1024, 1);
-      wgmma_commit();
+        for (int kk = 0; kk < 4; ++kk) wgmma_pv_rs(half_of<1>(o), pr[kk], v_desc + kk * 128 + 1024, 1);
+        wgmma_commit();
+      }
       held = it + 1 < c.count;
       // If the next tile is late, there is time to see this one through, so that its memory is free the sooner.
       if (held && !mbar_done(full + 8 * (buf ^ 1), ((it + 1) >> 1) & 1)) {
@@ -802,18 +825,19 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       l[h] += __shfl_xor_sync(~0u, l[h], 2);
     }
     if (together)
-      finish<C>(p, smem, o, m, l, token, head0, rank, group, warp, lane);
+      finish<C>(p, smem, o, m, l, token, head0, rank, group, first_quarter, warp, lane);
     else
-      finish<1>(p, smem, o, m, l, token, head0, rank, group, warp, lane);
+      finish<1>(p, smem, o, m, l, token, head0, rank, group, first_quarter, warp, lane);
     HR_MARK(62);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-    float o[128];
+    const int first_quarter = S == 1 ? 2 : side * 2 + 1;
+    float o[128 / S];
 #pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] = 0;
+    for (int i = 0; i < 128 / S; ++i) o[i] = 0;
     for (int it = 0; it < c.count; ++it) {
       const int buf = it & 1;
-      const uint64_t v_desc = operand(smem + kK + buf * kKBytes + 4 * 8192, 8192, 1024);
+      const uint64_t v_desc = operand(smem + kK + buf * kKBytes + first_quarter * 16384, 8192, 1024);
       const uint64_t p_desc = operand(smem + kP, 16, 1024);
       mbar_wait(full + 8 * buf, (it >> 1) & 1);
       mbar_wait(p_full, it & 1);
@@ -822,15 +846,17 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       float alpha[2] = {al[row0], al[row0 + 8]};
       if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
-        for (int i = 0; i < 128; ++i) o[i] *= alpha[(i >> 1) & 1];
+        for (int i = 0; i < 128 / S; ++i) o[i] *= alpha[(i >> 1) & 1];
       }
       wgmma_fence();
 #pragma unroll
-      for (int kk = 0; kk < 4; ++kk) wgmma_pv_ss(low_half(o), p_desc + kk * 2, v_desc + kk * 128, 1);
+      for (int kk = 0; kk < 4; ++kk) wgmma_pv_ss(half_of<0>(o), p_desc + kk * 2, v_desc + kk * 128, 1);
       wgmma_commit();
+      if constexpr (S == 1) {
 #pragma unroll
-      for (int kk = 0; kk < 4; ++kk) wgmma_pv_ss(high_half(o), p_desc + kk * 2, v_desc + kk * 128 + 1024, 1);
-      wgmma_commit();
+        for (int kk = 0; kk < 4; ++kk) wgmma_pv_ss(half_of<1>(o), p_desc + kk * 2, v_desc + kk * 128 + 1024, 1);
+        wgmma_commit();
+      }
       if (it + 1 == c.count) break;
       wgmma_wait<0>();
       HR_MARK(5 + 4 * it);
@@ -842,45 +868,57 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     if (together) cluster_arrive();
     float none[2] = {};
     if (together)
-      finish<C>(p, smem, o, none, none, token, head0, rank, group, warp, lane);
+      finish<C>(p, smem, o, none, none, token, head0, rank, group, first_quarter, warp, lane);
     else
-      finish<1>(p, smem, o, none, none, token, head0, rank, group, warp, lane);
+      finish<1>(p, smem, o, none, none, token, head0, rank, group, first_quarter, warp, lane);
     HR_MARK(62);
   }
 }
 
-template <int C>
+template <int C, int S>
 static cudaError_t launch(const Params& p, cudaStream_t stream) {
+  CUtensorMap q_map;
+  cudaError_t e = encode_heads(&q_map, p.q, p.heads, p.batch, p.q_stride_h, p.q_stride_t, 64, 1);
+  if (e != cudaSuccess) return e;
   static bool ready = false;
   if (!ready) {
-    cudaError_t e = cudaFuncSetAttribute(decode_attention<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
-    if (e == cudaSuccess && C > 8) e = cudaFuncSetAttribute(decode_attention<C>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    e = cudaFuncSetAttribute(decode_attention<C, S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+    if (e == cudaSuccess && C > 8) e = cudaFuncSetAttribute(decode_attention<C, S>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (e != cudaSuccess) return e;
     ready = true;
   }
   cudaLaunchConfig_t cfg = {};
-  cfg.gridDim = dim3(C, (p.heads + 63) / 64, p.batch);
+  cfg.gridDim = dim3(C * S, (p.heads + 63) / 64, p.batch);
   cfg.blockDim = dim3(512);
   cfg.dynamicSmemBytes = kSmemBytes;
   cfg.stream = stream;
   cudaLaunchAttribute attr[2];
   attr[0].id = cudaLaunchAttributeClusterDimension;
-  attr[0].val.clusterDim.x = C;
+  attr[0].val.clusterDim.x = C * S;
   attr[0].val.clusterDim.y = attr[0].val.clusterDim.z = 1;
   attr[1] = early_launch();
   cfg.attrs = attr;
   cfg.numAttrs = 2;
-  return cudaLaunchKernelEx(&cfg, decode_attention<C>, p);
+  return cudaLaunchKernelEx(&cfg, decode_attention<C, S>, q_map, p);
+}
+
+// Tokens that are not cut: two blocks for each where the card has room for them at once.
+static cudaError_t launch_uncut(const Params& p, cudaStream_t stream) {
+  int device = 0, processors = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (e != cudaSuccess) return e;
+  return 2 * p.batch * ((p.heads + 63) / 64) <= processors ? launch<1, 2>(p, stream) : launch<1, 1>(p, stream);
 }
 
 extern "C" int hr_decode_attention(const Params* p, int split, void* stream) {
   cudaStream_t s = (cudaStream_t)stream;
   switch (split) {
-    case 1: return launch<1>(*p, s);
-    case 2: return launch<2>(*p, s);
-    case 4: return launch<4>(*p, s);
-    case 5: return launch<5>(*p, s);
-    case 10: return launch<10>(*p, s);  // of c4a's ten tiles one each
+    case 1: return launch_uncut(*p, s);
+    case 2: return launch<2, 1>(*p, s);
+    case 4: return launch<4, 1>(*p, s);
+    case 5: return launch<5, 1>(*p, s);
+    case 10: return launch<10, 1>(*p, s);  // of c4a's ten tiles one each
     default: return (int)cudaErrorInvalidValue;
   }
 }

@@ -12,12 +12,6 @@ __device__ __forceinline__ void settled(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Some heads' blocks of 64 channels of one query, as many as the map's box has, to shared memory and back.
-__device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map, int block, int head, int query, uint32_t bar) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-               "l"(map), "r"(0), "r"(head), "r"(block), "r"(query), "r"(bar)
-               : "memory");
-}
 __device__ __forceinline__ void tensor_store(const CUtensorMap* map, int block, int head, int query, uint32_t from) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map), "r"(0), "r"(head),
                "r"(block), "r"(query), "r"(from)
@@ -41,15 +35,6 @@ __device__ __forceinline__ float quad_sum(float v) {
 __device__ __forceinline__ void store_matrices(uint32_t addr, const uint32_t (&w)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
                : "memory");
-}
-
-// One query's boxes of heads x blocks of 64 channels: block after block, head after head, under the 128-byte swizzle in shared memory.
-inline cudaError_t encode_heads(CUtensorMap* map, const void* x, int heads, int queries, int64_t stride_h, int64_t stride_t, int box_heads,
-                                int box_blocks) {
-  const cuuint64_t dims[4] = {64, (cuuint64_t)heads, 8, (cuuint64_t)queries};
-  const cuuint64_t strides[3] = {(cuuint64_t)stride_h * 2, 128, (cuuint64_t)stride_t * 2};
-  const cuuint32_t box[4] = {64, (cuuint32_t)box_heads, (cuuint32_t)box_blocks, 1};
-  return encode_map(map, x, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // The kernel gets maps of q, in boxes of 64 heads x q_blocks, and of the output, in boxes of 16 heads x one block.

@@ -143,6 +143,56 @@ def test_tiles_alone_decide_how_a_token_is_cut() -> None:
     assert blocks == {1, 2, 4}
 
 
+@pytest.mark.parametrize("heads", [64, 24])
+@pytest.mark.parametrize("raw_q", [False, True])
+@pytest.mark.parametrize("width", [0, 64, 200])
+def test_two_blocks_of_a_token_give_the_bits_of_one(heads: int, raw_q: bool, width: int) -> None:
+    """A batch of more than half of the multiprocessors has one block a token; in parts of it each token has two."""
+    torch.manual_seed(11 + width)
+    processors = torch.cuda.get_device_properties(DEV).multi_processor_count
+    batch = processors // 2 + 5
+    case = make_case(batch, heads, (128, max(width, 1)), (64, 2))
+    case["window"].lengths_B[3] = -1  # broken: NaN
+    table, positions = turns(4096), torch.randint(0, 4096, (batch,), device=DEV)
+
+    def run(first: int, last: int, end: str) -> list[torch.Tensor]:
+        rows, n = slice(first, last), last - first
+        lists = [
+            k5.EntryList(
+                pages=x.pages, page_entries=x.page_entries, slots_BW=x.slots_BW[rows], lengths_B=x.lengths_B[rows]
+            )
+            for x in (case["window"], case["second"])
+        ]
+        out = torch.full((n, heads, 512), 7.0, device=DEV, dtype=torch.bfloat16)
+        lse = torch.full((n, heads), 7.0, device=DEV)
+        codes = torch.full((heads // 8, n, 4096), 7.0, device=DEV).to(torch.float8_e4m3fn)
+        scales = torch.full((heads // 8, 32, n), 7.0, device=DEV).transpose(1, 2)
+        k5.decode_attention(
+            case["q"][rows],
+            lists[0],
+            lists[1] if width else None,
+            sink_H=case["sink"],
+            out_BHD=out,
+            lse_BH=lse,
+            positions_B=positions[rows],
+            cos_sin=table,
+            raw_q=raw_q,
+            turn_out=end == "turned",
+            quantised=(codes, scales) if end == "quantised" else None,
+        )
+        return [
+            out.view(torch.int16),
+            lse.view(torch.int32),
+            *(x.transpose(0, 1) for x in (codes.view(torch.uint8), scales.view(torch.int32))),
+        ]
+
+    for end in ("plain", "turned", "quantised"):
+        whole = run(0, batch, end)
+        for first, last in ((0, processors // 2), (batch - 9, batch), (3, 4)):
+            for one, two in zip(whole, run(first, last, end), strict=True):
+                assert torch.equal(one[first:last], two), end
+
+
 @pytest.mark.parametrize("split", [None, *k5.SPLITS])
 def test_a_broken_list_breaks_its_token(split: int | None) -> None:
     """A negative length gives NaN in every head, and nothing else sees it."""
