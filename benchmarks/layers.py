@@ -226,7 +226,8 @@ def tune(model: DeviceTransformer) -> dict[str, Any]:
 
 
 KINDS = {
-    "decode_attention": "K5 attention", "prefill_rows": "K6 attention", "prefill_window": "K6 attention",
+    "decode_attention": "K5 attention", "prefill_dense": "K6 attention", "prefill_rows": "K6 attention",
+    "prefill_window": "K6 attention",
     "entry_rows": "K6 gather", "mhc": "K7 hyper-connections", "compress": "K1 + K2 entries",
     "index_keys": "K1 index keys",
     "index_queries": "index queries", "index_logits": "K4 logits", "top_k": "K4 top-k", "expert_up": "experts",

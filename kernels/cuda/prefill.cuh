@@ -5,11 +5,47 @@
 
 namespace hr {
 
+// What attention to the window and to a second list is given.
+struct RowsParams {
+  const uint8_t* window;     // workspace of the window's rows
+  const int32_t* row;        // [T]: the query's own row, the last one of its window
+  const int32_t* length;     // [T]: rows of its window, at most 128
+  const uint8_t* second;     // workspace of the second list's rows
+  const int32_t* list;       // [T, width]: rows, negative: none; null: rows first[t] .. first[t] + count[t] - 1
+  int64_t list_stride;
+  const int32_t* first;      // [T], multiples of 8; without a list
+  const int32_t* count;      // [T]
+  const float* sink;         // [H] or null
+  __nv_bfloat16* out;        // [T, H, 512]
+  int64_t out_stride_t, out_stride_h;
+  float* lse;  // [T, H] or null
+  float scale;
+  int32_t heads, queries;
+  int32_t window_octets, second_octets;  // in the workspaces
+};
+
+// A higher maximum counts only if it is so much higher (log2): weights up to 256 are as exact as those up to 1, and sums need no rescaling.
+constexpr float kSlack = 8;
+
 // After a wait: what the product wrote is read from here on, not before (the compiler sees no tie between the two).
 template <int N>
 __device__ __forceinline__ void settled(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+__device__ __forceinline__ float4 ld_shared_f4(uint32_t addr) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr) : "memory");
+  return v;
+}
+__device__ __forceinline__ int2 ld_shared_i2(uint32_t addr) {
+  int2 v;
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(addr) : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_shared_i2(uint32_t addr, int x, int y) {
+  asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(addr), "r"(x), "r"(y) : "memory");
 }
 
 __device__ __forceinline__ void tensor_store(const CUtensorMap* map, int block, int head, int query, uint32_t from) {
@@ -37,19 +73,19 @@ __device__ __forceinline__ void store_matrices(uint32_t addr, const uint32_t (&w
                : "memory");
 }
 
-// The kernel gets maps of q, in boxes of 64 heads x q_blocks, and of the output, in boxes of 16 heads x one block.
+// The kernel gets maps of q, in boxes of 64 heads x q_blocks, and of the output, in boxes of 16 heads x out_blocks.
 template <class P>
 inline cudaError_t launch_prefill(void (*kernel)(CUtensorMap, CUtensorMap, P), const P& p, const void* q, int64_t stride_t, int64_t stride_h,
-                                  int q_blocks, int blocks, uint32_t smem_bytes, cudaStream_t stream) {
+                                  int q_blocks, int out_blocks, int blocks, int threads, uint32_t smem_bytes, cudaStream_t stream) {
   if (p.queries == 0) return cudaSuccess;
   CUtensorMap q_map, out_map;
   cudaError_t e = encode_heads(&q_map, q, p.heads, p.queries, stride_h, stride_t, 64, q_blocks);
-  if (e == cudaSuccess) e = encode_heads(&out_map, p.out, p.heads, p.queries, p.out_stride_h, p.out_stride_t, 16, 1);
+  if (e == cudaSuccess) e = encode_heads(&out_map, p.out, p.heads, p.queries, p.out_stride_h, p.out_stride_t, 16, out_blocks);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
   if (e != cudaSuccess) return e;
   cudaLaunchConfig_t cfg = {};
   cfg.gridDim = dim3(p.queries < blocks ? p.queries : blocks, (p.heads + 63) / 64);
-  cfg.blockDim = dim3(384);
+  cfg.blockDim = dim3(threads);
   cfg.dynamicSmemBytes = smem_bytes;
   cfg.stream = stream;
   cudaLaunchAttribute attr = early_launch();

@@ -224,7 +224,7 @@ def prefill_rows(
         window.numel() // 4096,
         second.numel() // 4096,
     )
-    _launch("prefill_rows", params, q_THD)
+    _launch("prefill_dense" if list_TW is None else "prefill_rows", params, q_THD)
 
 
 @functools.cache

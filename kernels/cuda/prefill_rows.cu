@@ -1,43 +1,17 @@
-// K6, compressed layers: prefill attention over the window and a second list, selected rows (c4a) or a dense prefix (c128a), with a sink;
-// K = V = the row of 512 channels [BI].
+// K6, layers with selected entries (c4a): prefill attention over the window and a list of rows, with a sink; K = V = the row of 512 channels
+// [BI].
 //
-// Rows come from bf16 workspaces of octets (see prefill_window.cu). A query's rows are cut into tiles of 64. With a list: the window's, from
-// its first row on, then the list's. Dense: whole octets, see `Dense`; there the cut also depends on the row's place in its octet and on
-// whether it is odd, so callers keep rows equal to positions modulo 8. A query's bits depend on nothing else.
+// Rows come from bf16 workspaces of octets (see prefill_window.cu). A query's rows are cut into tiles of 64: the window's, from its first row
+// on, then the list's. A query's bits depend on nothing else.
 //
 // A block stays on its multiprocessor and takes queries, 64 heads each, as one stream of tiles. Two warp-groups take the tiles in turn: the
 // one whose turn it is makes a tile's logits and weights. Both multiply each tile's weights, each for 256 of the 512 output channels: the
 // own tile's from registers, the other group's from shared memory. So one multiplies while the other exponentiates. Maximum and sum go to and
-// fro with the weights. The third group loads rows, by cp.async (dense: by bulk copies); a tile is loaded and given back in halves of
-// 256 channels, as the products need it. What a tile is, is told in a note.
-//
-// Dense lists run up in even rows and down in odd ones: a query then begins with the two tiles that the one before ended with.
+// fro with the weights. The third group loads rows, by cp.async; a tile is loaded and given back in halves of 256 channels, as the
+// products need it. What a tile is, is told in a note.
 #include "prefill.cuh"
 
 using namespace hr;
-
-struct Params {
-  const uint8_t* window;     // workspace of the window's rows
-  const int32_t* row;        // [T]: the query's own row, the last one of its window
-  const int32_t* length;     // [T]: rows of its window, at most 128
-  const uint8_t* second;     // workspace of the second list's rows
-  const int32_t* list;       // [T, width]: rows, negative: none; null: rows first[t] .. first[t] + count[t] - 1
-  int64_t list_stride;
-  const int32_t* first;      // [T], multiples of 8; without a list
-  const int32_t* count;      // [T]
-  const float* sink;         // [H] or null
-  __nv_bfloat16* out;        // [T, H, 512]
-  int64_t out_stride_t, out_stride_h;
-  float* lse;  // [T, H] or null
-  float scale;
-  int32_t heads, queries;
-  int32_t window_octets, second_octets;  // in the workspaces
-};
-// What the kernel gets besides.
-struct Launch : Params {
-  int32_t chunk;                       // dense: queries in a row for one block
-  CUtensorMap window_map, second_map;  // dense: the workspaces in boxes of half the channels of 8 octets
-};
 
 namespace {
 
@@ -51,36 +25,10 @@ constexpr uint32_t kNote = kBias + kNotes * 256;              // [kNotes] of wha
 constexpr uint32_t kBars = kNote + kNotes * 8;                // full, empty [2 tiles][2 halves]; q full, q empty [2 halves]; weights; notes
 constexpr uint32_t kSmemBytes = kBars + 8 * (13 + kNotes);
 
-// What a note says of a tile: its place in the query, the buffer it lies in, whether the query after needs it there, too. Queries alternate
-// in kQueryParity, loads of a buffer in kLoadParity, as the phases of their barriers do.
-constexpr int kFirst = 1, kSecond = 2, kLast = 4, kLeaves = 8, kBuffer = 16, kLoadParity = 32, kKept = 64, kEnd = 128, kQueryParity = 256;
+// What a note says of a tile: its place in the query, the buffer it lies in; kNone: before the first tile. Queries alternate in kQueryParity, loads of a buffer in
+// kLoadParity, as the phases of their barriers do.
+constexpr int kFirst = 1, kSecond = 2, kLast = 4, kLeaves = 8, kBuffer = 16, kLoadParity = 32, kNone = 64, kEnd = 128, kQueryParity = 256;
 
-// A higher maximum counts only if it is so much higher (log2): weights up to 256 are as exact as those up to 1, and sums need no rescaling.
-constexpr float kSlack = 8;
-
-__device__ __forceinline__ float4 ld_shared_f4(uint32_t addr) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr) : "memory");
-  return v;
-}
-__device__ __forceinline__ int2 ld_shared_i2(uint32_t addr) {
-  int2 v;
-  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(addr) : "memory");
-  return v;
-}
-__device__ __forceinline__ void st_shared_i2(uint32_t addr, int x, int y) {
-  asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(addr), "r"(x), "r"(y) : "memory");
-}
-__device__ __forceinline__ void octets_load(uint32_t to, const CUtensorMap* map, int half, int octet, uint32_t bar) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-               "l"(map), "r"(0), "r"(0), "r"(4 * half), "r"(octet), "r"(bar)
-               : "memory");
-}
-inline cudaError_t encode_octets(CUtensorMap* map, const void* octets, int number) {
-  const cuuint64_t dims[4] = {64, 8, 8, (cuuint64_t)max(1, number)}, strides[3] = {128, 1024, 8192};  // channel, row, block, octet
-  const cuuint32_t box[4] = {64, 8, 4, 8};
-  return encode_map(map, octets, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);  // swizzled as it lies
-}
 __device__ __forceinline__ bool all_of_group(int barrier, bool v) {  // whether all 128 threads say so
   int r;
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.and.pred q, %2, 128, p;\nselp.b32 %0, 1, 0, q;\n}\n"
@@ -90,70 +38,14 @@ __device__ __forceinline__ bool all_of_group(int barrier, bool v) {  // whether 
   return r;
 }
 
-// A block's queries: every n-th one, or (dense) every n-th run of `chunk`.
-template <bool kDense>
-__device__ __forceinline__ int first_query(const Launch& p) {
-  return kDense ? blockIdx.x * p.chunk : blockIdx.x;
-}
-template <bool kDense>
-__device__ __forceinline__ int next_query(const Launch& p, int i) {
-  if (!kDense) return i + gridDim.x;
-  return (i + 1) % p.chunk ? i + 1 : i + 1 + ((int)gridDim.x - 1) * p.chunk;
-}
-
-// The octets of a tile: of the second list, then of the window.
-struct Tile {
-  int far_first, far, near_first, near;
-  __device__ __forceinline__ bool operator==(const Tile& b) const {
-    return far_first == b.far_first && far == b.far && near_first == b.near_first && near == b.near;
-  }
-};
-// A query's tiles, dense: those of the second list, to the last of which the window's first octet is added if the window has 17, then
-// the window's other octets, cut from its end. Queries whose rows share an octet so have their last two tiles in common.
-struct Dense {
-  int row, start, count, first, near, far, far_tiles, tiles;
-  __device__ __forceinline__ Dense(const Launch& p, int i) {
-    tiles = 0;
-    if (i >= p.queries) return;
-    row = __ldg(p.row + i);
-    const int length = __ldg(p.length + i);
-    count = max(0, __ldg(p.count + i));
-    first = __ldg(p.first + i) >> 3;
-    start = row - length + 1;
-    near = length > 0 ? (row >> 3) - (start >> 3) + 1 : 0;
-    far = (count + 7) >> 3;
-    far_tiles = (far + max(0, near - 16) + 7) >> 3;
-    tiles = max(1, far_tiles + ((min(near, 16) + 7) >> 3));
-  }
-  __device__ __forceinline__ Tile tile(int t) const {  // the t-th in this query's order
-    const int u = row & 1 ? tiles - 1 - t : t;
-    Tile x = {0, 0, 0, 0};
-    if (u < far_tiles) {
-      x.far = min(8, far - 8 * u);
-      x.far_first = x.far > 0 ? first + 8 * u : 0;
-      if (u == far_tiles - 1 && near > 16) x.near = near - 16, x.near_first = start >> 3;
-    } else if (near > 0) {
-      const int behind = 8 * (tiles - 1 - u);
-      x.near = min(8, min(near, 16) - behind);
-      x.near_first = (row >> 3) - behind - x.near + 1;
-    }
-    return x;
-  }
-  __device__ __forceinline__ bool has(const Tile& x, int r) const {  // whether the tile's row r is one of the query's
-    const int octet = r >> 3, near_row = (x.near_first + octet - x.far) * 8 + (r & 7);
-    if (octet < x.far) return (x.far_first - first) * 8 + r < count;
-    return octet < x.far + x.near && near_row >= start && near_row <= row;
-  }
-};
-
-// Where the warps that gather are: tile t of query i, the k-th of the block.
+// Where the warps that gather are: tile t of query i, the k-th of the block, which takes every n-th one.
 struct Gather {
   int i, k = 0, t = 0, row, length, count, window_tiles, tiles;
-  __device__ __forceinline__ explicit Gather(const Launch& p) {
-    i = first_query<false>(p);
+  __device__ __forceinline__ explicit Gather(const RowsParams& p) {
+    i = blockIdx.x;
     enter(p);
   }
-  __device__ __forceinline__ void enter(const Launch& p) {
+  __device__ __forceinline__ void enter(const RowsParams& p) {
     if (i >= p.queries) return;
     row = __ldg(p.row + i);
     length = __ldg(p.length + i);
@@ -161,14 +53,14 @@ struct Gather {
     window_tiles = (length + kTile - 1) / kTile;
     tiles = max(1, window_tiles + (count + kTile - 1) / kTile);
   }
-  __device__ __forceinline__ void advance(const Launch& p) {
+  __device__ __forceinline__ void advance(const RowsParams& p) {
     if (++t < tiles) return;
     t = 0;
     ++k;
-    i = next_query<false>(p, i);
+    i += gridDim.x;
     enter(p);
   }
-  __device__ __forceinline__ int read(const Launch& p, int r) const {  // the workspace row of the tile's row r, negative: none
+  __device__ __forceinline__ int read(const RowsParams& p, int r) const {  // the workspace row of the tile's row r, negative: none
     const bool in_window = t < window_tiles;
     const int at = (in_window ? t : t - window_tiles) * kTile + r;
     if (i >= p.queries || r >= kTile || at >= (in_window ? length : count)) return -1;
@@ -191,16 +83,15 @@ struct Constant {
 }  // namespace
 
 // q_map: q in boxes of 64 heads x 256 channels; out_map: the output in boxes of 16 heads x 64 channels.
-template <bool kDense>
 __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap out_map,
-                                                       const __grid_constant__ Launch p) {
+                                                       const __grid_constant__ RowsParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t smem = smem_u32(shared_bytes);
   const int group = threadIdx.x >> 7, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head0 = blockIdx.y * 64;
   const uint32_t full = smem + kBars, empty = full + 32, q_full = full + 64, q_empty = full + 80, p_full = full + 96, noted = full + 104;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 4; ++i) {
-      mbar_init(full + 8 * i, kDense ? 1 : 128);
+      mbar_init(full + 8 * i, 128);
       mbar_init(empty + 8 * i, 4);
     }
     for (int i = 0; i < 2; ++i) {
@@ -208,7 +99,7 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
       mbar_init(q_empty + 8 * i, 8);
     }
     mbar_init(p_full, 4);
-    for (int i = 0; i < kNotes; ++i) mbar_init(noted + 8 * i, kDense ? 1 : 4);
+    for (int i = 0; i < kNotes; ++i) mbar_init(noted + 8 * i, 4);
     fence_barrier_init();
   }
   // Rows past a list's end keep what memory held, and weight 0 times that could be NaN.
@@ -227,111 +118,63 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
     };
     const auto bias = [&](int it, int r, bool in) { st_shared_b32(smem + kBias + (it & (kNotes - 1)) * 256 + r * 4, in ? 0u : 0xff800000u); };
     int it = 0;
-    if constexpr (kDense) {
-      if (warp != 8) return;
-      int buf = 1, loads[2] = {0, 0}, k = 0;
-      int i = first_query<true>(p);
-      Dense q(p, i);
-      bool there[2] = {false, false};  // the query's first tiles are those that the one before ended with
-      for (; i < p.queries; ++k) {
-        const int after = next_query<true>(p, i);
-        const Dense next(p, after);
-        bool stays[2] = {false, false};
-        // At most two tiles in a row stay, so that this warp is never so far ahead of the products that notes would be overwritten.
-        if (next.tiles > 2) {
-          stays[0] = next.tile(0) == q.tile(q.tiles - 1);
-          stays[1] = stays[0] && q.tiles > 1 && next.tile(1) == q.tile(q.tiles - 2);
-        }
-        for (int t = 0; t < q.tiles; ++t, ++it) {
-          const Tile x = q.tile(t);
-          const bool have = t == 0 ? there[0] : t == 1 && there[1];
-          const bool kept = (t == q.tiles - 1 && stays[0]) || (t == q.tiles - 2 && stays[1]);
-          if (t > 0 || !have) buf ^= 1;
-          if (!have) ++(buf ? loads[1] : loads[0]);
-          const int number = (buf ? loads[1] : loads[0]) - 1;
-          bias(it, lane, q.has(x, lane));
-          bias(it, lane + 32, q.has(x, lane + 32));
-          note(it, places(t, q.tiles) | (buf ? kBuffer : 0) | (number & 1 ? kLoadParity : 0) | (kept ? kKept : 0) | (k & 1 ? kQueryParity : 0), i);
-          if (have) continue;
-#pragma unroll 1
-          for (int half = 0; half < 2; ++half) {
-            const uint32_t bar = full + 16 * buf + 8 * half;
-            if (number > 0) mbar_wait(empty + 16 * buf + 8 * half, (number - 1) & 1);
-            const uint32_t to = smem + buf * kTileBytes + half * kHalf;
-            if (lane == 0) mbar_expect(bar, (x.far + x.near) * kPart);
-            __syncwarp();
-            if (x.far == 8 || x.near == 8) {  // a copy of a whole half takes as long to begin as one of a part of it
-              if (lane == 0) octets_load(to, x.far ? &p.second_map : &p.window_map, half, x.far ? x.far_first : x.near_first, bar);
-            } else if (lane < x.far + x.near) {
-              const uint8_t* src = lane < x.far ? p.second + (int64_t)(x.far_first + lane) * 8192
-                                                : p.window + (int64_t)(x.near_first + lane - x.far) * 8192;
-              bulk_load(to + lane * kPart, src + half * kPart, kPart, bar);
-            }
-          }
-        }
-        there[0] = stays[0], there[1] = stays[1];
-        q = next;
-        i = after;
+    // Four warps take four rows at a time, in turn; in a load a thread has 16 bytes of each block of 64 channels of its row. The rows'
+    // numbers are read one a lane, two tiles ahead.
+    const int loader = warp - 8, sub = lane >> 3, chunk = lane & 7;
+    const int turned = (chunk ^ ((loader & 1) * 4 + sub)) << 4;
+    const int r_own = lane < 16 ? ((lane >> 2) * 4 + loader) * 4 + (lane & 3) : kTile;
+    Gather at(p);
+    const auto tell = [&](int tile, int from) {  // of the tile where `at` is
+      if (r_own < kTile) bias(tile, r_own, from >= 0);
+      note(tile, places(at.t, at.tiles) | (tile & 1 ? kBuffer : 0) | (tile & 2 ? kLoadParity : 0) | (at.k & 1 ? kQueryParity : 0), at.i);
+    };
+    int from = at.read(p, r_own), from_next = -1, from_third = -1;
+    bool more = at.i < p.queries, window = at.t < at.window_tiles;
+    if (more) {
+      tell(0, from);
+      at.advance(p);
+      from_next = at.read(p, r_own);
+    }
+    for (; more; ++it) {
+      const int buf = it & 1;
+      const uint8_t* base = window ? p.window : p.second;
+      const uint8_t* src[4];
+      uint32_t bytes[4];
+#pragma unroll
+      for (int g = 0; g < 4; ++g) {
+        const int row = __shfl_sync(~0u, from, g * 4 + sub), x = max(row, 0);
+        bytes[g] = row >= 0 ? 16 : 0;
+        // Row r of the tile has chunk c at place c ^ r % 8, the workspace has that at place c ^ r % 8 ^ x % 8.
+        src[g] = base + (((int64_t)(x >> 3) << 13) + ((((x & 7) << 7) | ((x & 7) << 4)) ^ turned));
       }
-    } else {
-      // Four warps take four rows at a time, in turn; in a load a thread has 16 bytes of each block of 64 channels of its row. The rows'
-      // numbers are read one a lane, two tiles ahead.
-      const int loader = warp - 8, sub = lane >> 3, chunk = lane & 7;
-      const int turned = (chunk ^ ((loader & 1) * 4 + sub)) << 4;
-      const int r_own = lane < 16 ? ((lane >> 2) * 4 + loader) * 4 + (lane & 3) : kTile;
-      Gather at(p);
-      const auto tell = [&](int tile, int from) {  // of the tile where `at` is
-        if (r_own < kTile) bias(tile, r_own, from >= 0);
-        note(tile, places(at.t, at.tiles) | (tile & 1 ? kBuffer : 0) | (tile & 2 ? kLoadParity : 0) | (at.k & 1 ? kQueryParity : 0), at.i);
-      };
-      int from = at.read(p, r_own), from_next = -1, from_third = -1;
-      bool more = at.i < p.queries, window = at.t < at.window_tiles;
+      // The next tile is told of before this one's loads, so that its own need not wait behind them.
+      more = at.i < p.queries;
+      window = at.t < at.window_tiles;
       if (more) {
-        tell(0, from);
+        tell(it + 1, from_next);
         at.advance(p);
-        from_next = at.read(p, r_own);
+        from_third = at.read(p, r_own);
       }
-      for (; more; ++it) {
-        const int buf = it & 1;
-        const uint8_t* base = window ? p.window : p.second;
-        const uint8_t* src[4];
-        uint32_t bytes[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t bar = full + 16 * buf + 8 * half;
+        if (it >= 2) mbar_wait(empty + 16 * buf + 8 * half, ((it >> 1) - 1) & 1);
 #pragma unroll
         for (int g = 0; g < 4; ++g) {
-          const int row = __shfl_sync(~0u, from, g * 4 + sub), x = max(row, 0);
-          bytes[g] = row >= 0 ? 16 : 0;
-          // Row r of the tile has chunk c at place c ^ r % 8, the workspace has that at place c ^ r % 8 ^ x % 8.
-          src[g] = base + (((int64_t)(x >> 3) << 13) + ((((x & 7) << 7) | ((x & 7) << 4)) ^ turned));
-        }
-        // The next tile is told of before this one's loads, so that its own need not wait behind them.
-        more = at.i < p.queries;
-        window = at.t < at.window_tiles;
-        if (more) {
-          tell(it + 1, from_next);
-          at.advance(p);
-          from_third = at.read(p, r_own);
-        }
+          const uint32_t octet = smem + buf * kTileBytes + half * kHalf + (g * 2 + (loader >> 1)) * kPart;
+          const uint32_t to = octet + (loader & 1) * 512 + sub * 128 + (chunk << 4);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint32_t bar = full + 16 * buf + 8 * half;
-          if (it >= 2) mbar_wait(empty + 16 * buf + 8 * half, ((it >> 1) - 1) & 1);
-#pragma unroll
-          for (int g = 0; g < 4; ++g) {
-            const uint32_t octet = smem + buf * kTileBytes + half * kHalf + (g * 2 + (loader >> 1)) * kPart;
-            const uint32_t to = octet + (loader & 1) * 512 + sub * 128 + (chunk << 4);
-#pragma unroll
-            for (int block = 0; block < 4; ++block)
-              asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + block * 1024), "l"(src[g] + half * kPart + block * 1024),
-                           "r"(bytes[g])
-                           : "memory");
-          }
-          // In memory when the barrier says so: as in CUTLASS's loops over cp.async, the tensor cores' reads need no proxy fence.
-          asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+          for (int block = 0; block < 4; ++block)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + block * 1024), "l"(src[g] + half * kPart + block * 1024),
+                         "r"(bytes[g])
+                         : "memory");
         }
-        from = from_next, from_next = from_third;
+        // In memory when the barrier says so: as in CUTLASS's loops over cp.async, the tensor cores' reads need no proxy fence.
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
       }
-      asm volatile("cp.async.wait_all;" ::: "memory");
+      from = from_next, from_next = from_third;
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
     note(it, kEnd, 0);
     note(it + 1, kEnd, 0);
     return;
@@ -391,8 +234,8 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
     mbar_expect(q_full + 8 * half, kHalf);
     tensor_load(smem + kQ + half * kHalf, &q_map, 4 * half, head0, query, q_full + 8 * half);
   };
-  if (threadIdx.x == 0 && first_query<kDense>(p) < p.queries)
-    for (int half = 0; half < 2; ++half) load_q(first_query<kDense>(p), half);
+  if (threadIdx.x == 0 && (int)blockIdx.x < p.queries)
+    for (int half = 0; half < 2; ++half) load_q((int)blockIdx.x, half);
 
   for (int it = group;; it += 2) {
     const auto note_of = [&](int tile) {
@@ -400,7 +243,7 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
       return ld_shared_i2(smem + kNote + (tile & (kNotes - 1)) * 8);
     };
     const int2 tile = note_of(it);
-    int2 before = make_int2(kFirst | kKept, 0);  // the tile before, which the other group weighs
+    int2 before = make_int2(kFirst | kNone, 0);  // the tile before, which the other group weighs
     if (it > 0) before = note_of(it - 1);
     if (before.x & kEnd) break;
     if (it > 0 && (before.x & kFirst) && (before.x & kLast))  // a query that this group makes no logits of
@@ -412,12 +255,12 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
     const bool exists = !(what & kEnd), enters = what & (kFirst | kSecond), goes_on = !(what & kFirst);
     const uint32_t own_full = full + 16 * buf;
     const auto release = [&](int note) {
-      if (lane == 0 && !(note & kKept)) mbar_arrive(empty + (note & kBuffer ? 16 : 0) + 8 * group);
+      if (lane == 0 && !(note & kNone)) mbar_arrive(empty + (note & kBuffer ? 16 : 0) + 8 * group);
     };
     const auto leave_q = [&](int half) {  // this group needs no more of it; whoever has the query's last tile loads the next one's
       if (lane == 0) mbar_arrive(q_empty + 8 * half);
       if ((threadIdx.x & 127) == 0 && (what & kLast)) {
-        const int next = next_query<kDense>(p, tile.y);
+        const int next = tile.y + (int)gridDim.x;
         mbar_wait(q_empty + 8 * half, q_parity);
         if (next < p.queries) load_q(next, half);
       }
@@ -564,14 +407,6 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
   if (lane == 0) tensor_stores_read();
 }
 
-extern "C" int hr_prefill_rows(const Params* p, const void* q, int64_t stride_t, int64_t stride_h, int blocks, void* stream) {
-  Launch own = {*p};
-  own.chunk = max(1, min(8, own.queries / blocks));
-  if (p->list == nullptr) {
-    cudaError_t e = encode_octets(&own.window_map, p->window, p->window_octets);
-    if (e == cudaSuccess) e = encode_octets(&own.second_map, p->second, p->second_octets);
-    if (e != cudaSuccess) return e;
-  }
-  auto kernel = p->list ? prefill_rows<false> : prefill_rows<true>;
-  return launch_prefill(kernel, own, q, stride_t, stride_h, 4, blocks, kSmemBytes, (cudaStream_t)stream);
+extern "C" int hr_prefill_rows(const RowsParams* p, const void* q, int64_t stride_t, int64_t stride_h, int blocks, void* stream) {
+  return launch_prefill(prefill_rows, *p, q, stride_t, stride_h, 4, 1, blocks, 384, kSmemBytes, (cudaStream_t)stream);
 }

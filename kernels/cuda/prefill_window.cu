@@ -243,5 +243,5 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
 }
 
 extern "C" int hr_prefill_window(const Params* p, const void* q, int64_t stride_t, int64_t stride_h, int blocks, void* stream) {
-  return launch_prefill(prefill_window, *p, q, stride_t, stride_h, 1, blocks, kSmemBytes, (cudaStream_t)stream);
+  return launch_prefill(prefill_window, *p, q, stride_t, stride_h, 1, 1, blocks, 384, kSmemBytes, (cudaStream_t)stream);
 }

@@ -178,6 +178,34 @@ def test_dense_lists_of_neighbours_match_float64() -> None:
         assert (lse[some].double() - want_lse).abs().max() < 1e-4
 
 
+def test_a_spoilt_query_is_loud_and_alone() -> None:
+    """A NaN in a query spoils that head of that query only, though q lies where others' rows lie."""
+    torch.manual_seed(12)
+    t = 300
+    position = torch.arange(1000, 1000 + t, device=DEV)
+    base = 873 // k6.RING * k6.RING
+    _, octets = make_rows(-(-(1000 + t - base) // 8) * 8)
+    _, second = make_rows(64)
+    row, count = (position - base).int(), (position // 128).int()
+    length, zero = torch.full_like(count, 128), torch.zeros_like(count)
+
+    def run(q: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=DEV)
+        k6.prefill_rows(q, octets, row, length, second, count, first_T=zero, sink_H=None, out_THD=out)
+        return out
+
+    q = make_q(t, 64).clone()
+    spoilt = q.clone()
+    spoilt[50, 3, 7], spoilt[51, 3, 500] = math.nan, math.inf
+    whole, got = run(q), run(spoilt)
+    assert got[50, 3].isnan().all()
+    assert got[51, 3].isnan().any()
+    others = torch.ones(t, 64, dtype=torch.bool, device=DEV)
+    others[50:52, 3] = False
+    assert torch.equal(got[others], whole[others])
+    assert run(q * 1e30).isfinite().all()
+
+
 def test_prefill_does_not_depend_on_the_cut() -> None:
     """A prompt at once, and in chunks whose workspaces begin elsewhere: the same bits, for each kind of layer."""
     torch.manual_seed(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -107,7 +108,7 @@ Tile = tuple[int, int, int, int]
 
 
 def dense_tiles(row: int, length: int, count: int, first: int) -> list[Tile]:
-    """As in prefill_rows.cu, in the query's order: first octet and octets of the second list, then of the window."""
+    """As in prefill_dense.cu, in the query's order: first octet and octets of the second list, then of the window."""
     start = row - length + 1
     near = (row >> 3) - (start >> 3) + 1 if length > 0 else 0
     far = (count + 7) >> 3
@@ -152,6 +153,93 @@ def test_neighbours_meet_in_two_tiles() -> None:
         assert same or row & 1
         met += same
     assert met > 900
+
+
+@dataclasses.dataclass(kw_only=True)
+class Item:
+    """What the loader of prefill_dense.cu tells of; query: its number, or the content is a tile of it."""
+
+    slot: int
+    content: Tile | int
+    query: int
+    loaded: bool = True
+    stays: bool = False
+    takes_output: bool = False
+
+
+def dense_items(queries: list[list[Tile]]) -> list[Item]:
+    """As the loader tells them, in the order in which they are multiplied: each query, then its tiles."""
+    slots, items, there, one = [0, 1, 2], [], False, False
+    for number, tiles in enumerate(queries):
+        after = queries[number + 1] if number + 1 < len(queries) else []
+        items.append(Item(slot=slots[0], content=number, query=number))
+        slots = [slots[1], slots[0], slots[2]] if one else [slots[2], slots[0], slots[1]]
+        stays = bool(after) and len(tiles) > 1 and after[0] == tiles[-1]
+        for t, tile in enumerate(tiles):
+            items.append(
+                Item(
+                    slot=slots[0],
+                    content=tile,
+                    query=number,
+                    loaded=t > 0 or not there,
+                    stays=stays and t + 1 == len(tiles),
+                    takes_output=t == max(0, len(tiles) - 2),
+                )
+            )
+            slots = [*slots[1:], slots[0]]
+        there, one = stays, len(tiles) == 1
+    return items
+
+
+def test_three_slots_hold_what_is_needed(rng: random.Random) -> None:
+    """No load replaces what is still needed, and none waits for what comes after it."""
+    reused = 0
+    for _ in range(100):
+        queries = []
+        for _ in range(rng.randint(1, 6)):
+            start, first = rng.randint(0, 300), rng.randint(0, 9) * 8
+            ratio = rng.choice([8, 16, 128])
+            for i in range(start, start + rng.choice([1, 2, 30])):
+                queries.append(dense_tiles(i, min(128, i + 1), (i + 1) // ratio, first))
+        items = dense_items(queries)
+        used: dict[int, int] = {}  # the item that used a slot last
+        for at, item in enumerate(items):
+            if not item.loaded:
+                held = items[used[item.slot]]
+                assert held.stays
+                assert held.content == item.content
+                reused += 1
+            elif item.slot in used:
+                before = used[item.slot]
+                old = items[before]
+                assert not old.stays
+                if isinstance(old.content, tuple):
+                    # Given back when the tile behind it has logits, if it is of the same query, and where the output
+                    # lay, when the next query has weights: neither may wait for this load.
+                    behind = items[before + 1]
+                    last = behind.query != old.query
+                    assert last or before + 1 < at
+                    if old.takes_output:
+                        later = (i for i, x in enumerate(items) if x.query > old.query and isinstance(x.content, tuple))
+                        assert next(later) < at
+                # Notes are overwritten after eight; of two in a row one at least waits for its load.
+                assert at - before <= 5
+            used[item.slot] = at
+    assert reused > 500
+
+
+def test_output_takes_a_slot_of_its_query(rng: random.Random) -> None:
+    """The slot that takes a query's output is neither the next query's nor that of a tile that stays."""
+    for _ in range(100):
+        queries = [[(k, 8, 0, 0) for k in range(rng.choice([1, 2, 3, 6]))] for _ in range(30)]
+        items = dense_items(queries)
+        for number in range(29):
+            own = [x for x in items if x.query == number and isinstance(x.content, tuple)]
+            (out,) = (x for x in own if x.takes_output)
+            following = next(x for x in items if x.query == number + 1)
+            assert following.slot != out.slot
+            assert not out.stays
+            assert out is own[-1] or out.slot != own[-1].slot
 
 
 def test_weights_split_into_two_bf16() -> None:

@@ -1,0 +1,431 @@
+// K6, layers whose second list is a dense prefix (c128a): prefill attention over the window and that prefix, with a sink; K = V = the row of
+// 512 channels [BI].
+//
+// Rows come from bf16 workspaces of octets (see prefill_window.cu). A query's rows are cut into tiles of 64, whole octets, see `Dense`; cut and
+// order depend on the row's place in its octet and on whether it is odd, so callers keep rows equal to positions modulo 8. A query's bits depend
+// on nothing else. Tiles run up in even rows and down in odd ones: a query then begins with the tile that the one before ended with.
+//
+// A block stays on its multiprocessor and takes runs of queries, 64 heads each, as one stream: a query's q, then its tiles, through three slots
+// of 64 KB. The first warp-group takes q into registers (three quarters of it, for more there is no room) and makes logits and weights. The next
+// two multiply weights, each for 256 of the 512 output channels. The last one loads, by bulk copies, and tells in notes what lies where. So q's
+// slot is free as soon as it is read, and the next q is on its way while a query is multiplied. The output leaves by way of the slot of the
+// query's last tile but one.
+//
+// Weights are multiplied under the exponentials of the tile behind, not beside its logits: products of both kinds at once hold up the group
+// that everything waits for. The two groups wait until half of the logits' product is done, therefore, so that theirs follows without a gap;
+// but between queries, while the first group is busy with q, they do not.
+//
+// No wait is part of a circle. A slot is loaded again when its tile has been multiplied, for which the next tile of the query has to have its
+// logits, or when an output has left it, for which the next query has to have its first weights; the order of the slots is such that both
+// come before the load (tests/kernels/test_cuda_prefill_logic.py). A phase says only odd or even: weights, logits and the slots' barriers have
+// two sides or are waited for each time, and of eight notes none is overwritten unread, since of any two items one at least waits for a slot.
+#include <float.h>
+
+#include "prefill.cuh"
+
+using namespace hr;
+
+// What the kernel gets besides.
+struct Launch : RowsParams {
+  int32_t chunk;                       // queries in a row for one block
+  CUtensorMap window_map, second_map;  // the workspaces in boxes of half the channels of 8 octets
+};
+
+namespace {
+
+constexpr int kNotes = 8;
+constexpr uint32_t kSlotBytes = 65536, kHalf = 32768, kPart = 4096;  // half of the channels: of a tile or q, of an octet
+constexpr uint32_t kP = 3 * kSlotBytes;                              // [2] weights of a tile: 64 x 64 bf16
+constexpr uint32_t kRest = kP + 2 * 8192;                            // the last 128 channels of q
+constexpr uint32_t kState = kRest + 16384;  // [2][64 heads] factor for the sums so far; with the last tile maximum and sum of weights, too
+constexpr uint32_t kInfo = kState + 2048;   // [2] what the weights' tile is, query
+constexpr uint32_t kNote = kInfo + 16;      // [kNotes] what the item is, query, which of the tile's 64 rows count
+constexpr uint32_t kBars = kNote + kNotes * 16;  // full, empty [3][2 halves]; weights full, empty [2]; logits [2]; rest of q full, empty; notes
+constexpr uint32_t kSmemBytes = kBars + 8 * (20 + kNotes);
+
+// What an item is: the slot it lies in, in which loads alternate; its place in the query; whether the next query needs it there, too; whether
+// the output takes its slot; whether the query has no row at all.
+constexpr int kSlot = 3, kLoadParity = 4, kFirst = 8, kLast = 16, kKept = 32, kOut = 64, kNone = 128, kEnd = 256;
+
+__device__ __forceinline__ void load_matrices(uint32_t (&w)[4], uint32_t addr) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(addr)
+               : "memory");
+}
+__device__ __forceinline__ void group_barrier(int id, bool v) {  // passed when all 128 threads know v
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.or.pred q, %0, 128, p;\n}\n" ::"r"(id), "r"((int)v) : "memory");
+}
+__device__ __forceinline__ int ld_int(const int32_t* at) {
+  int v;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(v) : "l"(at));
+  return v;
+}
+__device__ __forceinline__ void octets_load(uint32_t to, const CUtensorMap* map, int half, int octet, uint32_t bar) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+               "l"(map), "r"(0), "r"(0), "r"(4 * half), "r"(octet), "r"(bar)
+               : "memory");
+}
+inline cudaError_t encode_octets(CUtensorMap* map, const void* octets, int number) {
+  const cuuint64_t dims[4] = {64, 8, 8, (cuuint64_t)max(1, number)}, strides[3] = {128, 1024, 8192};  // channel, row, block, octet
+  const cuuint32_t box[4] = {64, 8, 4, 8};
+  return encode_map(map, octets, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);  // swizzled as it lies
+}
+
+__device__ __forceinline__ int next_query(const Launch& p, int i) {
+  return (i + 1) % p.chunk ? i + 1 : i + 1 + ((int)gridDim.x - 1) * p.chunk;
+}
+
+// The octets of a tile: of the second list, then of the window.
+struct Tile {
+  int far_first, far, near_first, near;
+  __device__ __forceinline__ bool operator==(const Tile& b) const {
+    return far_first == b.far_first && far == b.far && near_first == b.near_first && near == b.near;
+  }
+};
+// A query's tiles: those of the second list, to the last of which the window's first octet is added if the window has 17, then
+// the window's other octets, cut from its end. Queries whose rows share an octet so have their last two tiles in common.
+struct Dense {
+  int row, start, count, first, near, far, far_tiles, tiles;
+  __device__ __forceinline__ Dense(const Launch& p, int i) {
+    tiles = 0;
+    if (i >= p.queries) return;
+    row = ld_int(p.row + i);
+    const int length = ld_int(p.length + i);
+    count = max(0, ld_int(p.count + i));
+    first = ld_int(p.first + i) >> 3;
+    start = row - length + 1;
+    near = length > 0 ? (row >> 3) - (start >> 3) + 1 : 0;
+    far = (count + 7) >> 3;
+    far_tiles = (far + max(0, near - 16) + 7) >> 3;
+    tiles = max(1, far_tiles + ((min(near, 16) + 7) >> 3));
+  }
+  __device__ __forceinline__ Tile tile(int t) const {  // the t-th in this query's order
+    const int u = row & 1 ? tiles - 1 - t : t;
+    Tile x = {0, 0, 0, 0};
+    if (u < far_tiles) {
+      x.far = min(8, far - 8 * u);
+      x.far_first = x.far > 0 ? first + 8 * u : 0;
+      if (u == far_tiles - 1 && near > 16) x.near = near - 16, x.near_first = start >> 3;
+    } else if (near > 0) {
+      const int behind = 8 * (tiles - 1 - u);
+      x.near = min(8, min(near, 16) - behind);
+      x.near_first = (row >> 3) - behind - x.near + 1;
+    }
+    return x;
+  }
+  __device__ __forceinline__ bool has(const Tile& x, int r) const {  // whether the tile's row r is one of the query's
+    const int octet = r >> 3, near_row = (x.near_first + octet - x.far) * 8 + (r & 7);
+    if (octet < x.far) return (x.far_first - first) * 8 + r < count;
+    return octet < x.far + x.near && near_row >= start && near_row <= row;
+  }
+};
+
+}  // namespace
+
+// q_map: q in boxes of 64 heads x 128 channels; out_map: the output in boxes of 16 heads x 256 channels.
+__global__ void __launch_bounds__(512, 1) prefill_dense(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap out_map,
+                                                        const __grid_constant__ Launch p) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  const uint32_t smem = smem_u32(shared_bytes);
+  const int group = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, head0 = blockIdx.y * 64;
+  const uint32_t full = smem + kBars, empty = full + 48, p_full = full + 96, p_empty = full + 112, logits = full + 128;
+  const uint32_t rest_full = full + 144, rest_empty = full + 152, noted = full + 160;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 6; ++i) {
+      mbar_init(full + 8 * i, 1);
+      mbar_init(empty + 8 * i, 4);
+    }
+    for (int i = 0; i < 2; ++i) {
+      mbar_init(p_full + 8 * i, 4);
+      mbar_init(p_empty + 8 * i, 8);
+      mbar_init(logits + 8 * i, 4);
+    }
+    mbar_init(rest_full, 1);
+    mbar_init(rest_empty, 4);
+    for (int i = 0; i < kNotes; ++i) mbar_init(noted + 8 * i, 1);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  after_previous_kernel();
+
+  if (group == 3) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (warp != 0) return;
+    int it = 0, loaded = 0, queries = 0;  // loaded: a bit for each slot, whether it was so an odd number of times
+    int slots[3] = {0, 1, 2};             // in the order in which they come free
+    const auto rotate = [&](int a, int b, int c) { slots[0] = a, slots[1] = b, slots[2] = c; };
+    const auto note = [&](int what, int query, uint32_t low, uint32_t high) {
+      if (lane == 0) {
+        st_shared_v4(smem + kNote + (it & (kNotes - 1)) * 16, make_uint4(what, query, low, high));
+        mbar_arrive(noted + 8 * (it & (kNotes - 1)));
+      }
+      ++it;
+    };
+    bool there = false, one = false;  // the query's first tile is the one that the one before ended with; that one had no other
+    for (int i = blockIdx.x * p.chunk; i < p.queries;) {
+      const int own = slots[0];
+      one ? rotate(slots[1], own, slots[2]) : rotate(slots[2], own, slots[1]);
+      const int own_parity = loaded >> own & 1;
+      loaded ^= 1 << own;
+      note(own | (own_parity ? kLoadParity : 0), i, 0, 0);
+#pragma unroll 1
+      for (int part = 0; part < 4; ++part) {  // of 128 channels
+        const uint32_t side = 16 * own + 8 * (part >> 1), bar = part < 3 ? full + side : rest_full;
+        if (part != 1) mbar_wait(part < 3 ? empty + side : rest_empty, (part < 3 ? own_parity : queries & 1) ^ 1);
+        if (lane == 0) {
+          if (part != 1) mbar_expect(bar, part == 0 ? kHalf : kHalf / 2);
+          tensor_load(smem + (part < 3 ? own * kSlotBytes + part * (kHalf / 2) : kRest), &q_map, 2 * part, head0, i, bar);
+        }
+      }
+      ++queries;
+      const Dense q(p, i);
+      const int after = next_query(p, i);
+      const Dense next(p, after);
+      const bool stays = next.tiles > 0 && q.tiles > 1 && next.tile(0) == q.tile(q.tiles - 1);
+      for (int t = 0; t < q.tiles; ++t) {
+        const Tile x = q.tile(t);
+        const int n = x.far + x.near, slot = slots[0];
+        rotate(slots[1], slots[2], slot);
+        const bool have = t == 0 && there;
+        if (!have) loaded ^= 1 << slot;
+        const int parity = (loaded >> slot & 1) ^ 1;  // of its last load
+        const uint32_t low = __ballot_sync(~0u, q.has(x, lane)), high = __ballot_sync(~0u, q.has(x, lane + 32));
+        note(slot | (t == 0 ? kFirst : 0) | (t + 1 == q.tiles ? kLast : 0) | (parity ? kLoadParity : 0) | (t + 1 == q.tiles && stays ? kKept : 0) |
+                 (t == max(0, q.tiles - 2) ? kOut : 0) | (n == 0 ? kNone : 0),
+             i, low, high);
+        if (have) continue;
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t bar = full + 16 * slot + 8 * half, to = smem + slot * kSlotBytes + half * kHalf;
+          mbar_wait(empty + 16 * slot + 8 * half, parity ^ 1);
+          if (lane == 0) mbar_expect(bar, n > 0 ? kHalf : 0);
+          __syncwarp();
+          if (x.far == 8 || x.near == 8) {  // a copy of a whole half takes as long to begin as one of a part of it
+            if (lane == 0) octets_load(to, x.far ? &p.second_map : &p.window_map, half, x.far ? x.far_first : x.near_first, bar);
+          } else if (lane < 8 && n > 0) {  // places without an octet get the first one again, so that no query multiplies what is not its own
+            const int octet = lane < n ? lane : 0;
+            const uint8_t* src = octet < x.far ? p.second + (int64_t)(x.far_first + octet) * 8192
+                                               : p.window + (int64_t)(x.near_first + octet - x.far) * 8192;
+            bulk_load(to + lane * kPart, src + half * kPart, kPart, bar);
+          }
+        }
+      }
+      there = stays, one = q.tiles == 1;
+      i = after;
+    }
+    note(kEnd, 0, 0, 0);
+    return;
+  }
+
+  const int quad = lane & 3, place = warp * 16 + (lane >> 2);
+  if (group == 0) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
+    const float to_log2 = p.scale * kLog2e;
+    // Where this lane puts or takes the first matrices of 64 columns; the k-th lie at this place ^ 32 k.
+    const uint32_t matrix = smem + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+    const uint64_t k_desc = operand(smem, 16, kPart), q_desc = operand(smem + kRest, 16, 1024);
+    uint32_t q[24][4];
+    float s[32], m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
+#pragma unroll
+    for (int c = 0; c < 32; ++c) s[c] = 0;
+    int it = 0, j = 0;  // notes, tiles
+    const auto next_note = [&]() {
+      mbar_wait(noted + 8 * (it & (kNotes - 1)), (it / kNotes) & 1);
+      return ld_shared_i2(smem + kNote + (it++ & (kNotes - 1)) * 16);
+    };
+    const auto tell = [&](int what, int query) {  // the other groups, of the weights
+      if (threadIdx.x == 0) st_shared_i2(smem + kInfo + (j & 1) * 8, what, query);
+      fence_async();
+      __syncwarp();
+      if (lane == 0) mbar_arrive(p_full + 8 * (j & 1));
+    };
+    int2 n = next_note();
+    for (int query = 0;; ++query) {
+      if (lane == 0) mbar_arrive(logits + 8 * (j & 1));  // the last tile's weights need not wait
+      if (n.x & kEnd) break;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t at = 16 * (n.x & kSlot) + 8 * half, from = matrix + (n.x & kSlot) * kSlotBytes + half * kHalf;
+        mbar_wait(full + at, n.x & kLoadParity ? 1 : 0);
+#pragma unroll
+        for (int k = 0; k < 16 - 8 * half; ++k) load_matrices(q[16 * half + k], (from + (k >> 2) * 8192) ^ 32 * (k & 3));
+      }
+      // An arrival may overtake loads that are under way: it has to wait for what they bring.
+      uint32_t brought = 0;
+#pragma unroll
+      for (int k = 0; k < 24; ++k) brought ^= q[k][3];
+      group_barrier(1, brought == 1);
+      if (lane < 2) mbar_arrive(empty + 16 * (n.x & kSlot) + 8 * lane);
+      n = next_note();
+      bool last;
+      do {
+        const uint32_t own_full = full + 16 * (n.x & kSlot);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          mbar_wait(own_full + 8 * half, n.x & kLoadParity ? 1 : 0);
+          if (half == 1 && (n.x & kFirst)) mbar_wait(rest_full, query & 1);
+          const uint64_t desc = k_desc + (((n.x & kSlot) * kSlotBytes + half * kHalf) >> 4);
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < 16 - 8 * half; ++k) wgmma_qk_rs(s, q[16 * half + k], desc + (k >> 2) * 64 + (k & 3) * 2, half | k);
+          if (half == 1) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) wgmma_qk(s, q_desc + (k >> 2) * 512 + (k & 3) * 2, desc + (2 + (k >> 2)) * 64 + (k & 3) * 2, 1);
+          }
+          wgmma_commit();
+        }
+        wgmma_wait<1>();
+        if (lane == 0 && !(n.x & kFirst)) mbar_arrive(logits + 8 * (j & 1));
+        wgmma_wait<0>();
+        settled(s);
+        if (lane == 0 && (n.x & kLast)) mbar_arrive(rest_empty);
+
+#pragma unroll
+        for (int c = 0; c < 32; ++c) s[c] *= to_log2;
+        const int2 rows = ld_shared_i2(smem + kNote + (it - 1 & (kNotes - 1)) * 16 + 8);
+        if ((rows.x & rows.y) != -1) {
+          const uint32_t in[2] = {(uint32_t)rows.x >> 2 * quad, (uint32_t)rows.y >> 2 * quad};
+#pragma unroll
+          for (int c = 0; c < 8; ++c)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              if (!(in[c >> 2] >> (8 * (c & 3) + e) & 1)) s[4 * c + e] = s[4 * c + 2 + e] = -INFINITY;
+        }
+        float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int c = 0; c < 32; ++c) top[c >> 1 & 1] = fmaxf(top[c >> 1 & 1], s[c]);
+        if (n.x & kFirst) m[0] = m[1] = -INFINITY, l[0] = l[1] = 0;
+        mbar_wait(p_empty + 8 * (j & 1), (j >> 1 & 1) ^ 1);
+        const uint32_t state = smem + kState + (j & 1) * 1024 + place * 16;
+        if (__any_sync(~0u, top[0] > m[0] + kSlack || top[1] > m[1] + kSlack)) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float was = m[h], most = quad_max(top[h]);
+            m[h] = most > was + kSlack ? most : was;
+            const float alpha = m[h] == -INFINITY ? 1.0f : exp2_fast(was - m[h]);
+            l[h] *= alpha;
+            st_shared_b32(state + 128 * h, __float_as_uint(alpha));  // of a quad all the same
+          }
+        } else {
+          st_shared_b32(state, 0x3f800000);
+          st_shared_b32(state + 128, 0x3f800000);
+        }
+        const int2 next = next_note();
+        const float shift[2] = {fmaxf(m[0], -FLT_MAX), fmaxf(m[1], -FLT_MAX)};  // with no row at all every weight is exp2(-inf)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          uint32_t w[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float a = exp2_fast(s[8 * k + 2 * i] - shift[i & 1]), b = exp2_fast(s[8 * k + 2 * i + 1] - shift[i & 1]);
+            l[i & 1] += a + b;
+            w[i] = pack_bf16(a, b);
+          }
+          store_matrices((matrix + kP + (j & 1) * 8192) ^ 32 * k, w);
+        }
+        if (n.x & kLast) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            st_shared_b32(state + 128 * h + 4, __float_as_uint(m[h]));
+            st_shared_b32(state + 128 * h + 8, __float_as_uint(quad_sum(l[h])));
+          }
+        }
+        tell(n.x, n.y);
+        ++j;
+        last = n.x & kLast;
+        n = next;
+      } while (!last);
+    }
+    mbar_wait(p_empty + 8 * (j & 1), (j >> 1 & 1) ^ 1);
+    tell(kEnd, 0);
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+  const int half = group - 1;
+  const uint64_t p_desc = operand(smem + kP, 16, 1024), v_desc = operand(smem + half * kHalf, 1024, kPart);
+  const int head = head0 + place;
+  const bool has[2] = {head < p.heads, head + 8 < p.heads};
+  const float sink[2] = {p.sink && has[0] ? p.sink[head] * kLog2e : -INFINITY, p.sink && has[1] ? p.sink[head + 8] * kLog2e : -INFINITY};
+  float o[2][64];
+#pragma unroll
+  for (int c = 0; c < 128; ++c) o[c >> 6][c & 63] = 0;
+  int out_slot = -1;  // the one by way of which the last output left
+  for (int j = 0;; ++j) {
+    mbar_wait(p_full + 8 * (j & 1), j >> 1 & 1);
+    const int2 what = ld_shared_i2(smem + kInfo + (j & 1) * 8);
+    if (what.x & kEnd) break;
+    const uint32_t state = smem + kState + (j & 1) * 1024 + place * 16;
+    const float4 now[2] = {ld_shared_f4(state), ld_shared_f4(state + 128)};
+    if (__any_sync(~0u, now[0].x != 1.0f || now[1].x != 1.0f) && !(what.x & kFirst)) {
+#pragma unroll
+      for (int c = 0; c < 128; ++c) o[c >> 6][c & 63] *= now[(c >> 1) & 1].x;
+    }
+    if ((what.x & kFirst) && lane == 0 && out_slot >= 0) {
+      tensor_stores_read();
+      mbar_arrive(empty + 16 * out_slot + 8 * half);
+    }
+    if (what.x & kOut) out_slot = what.x & kSlot;
+    const int adds = !(what.x & kFirst);
+    const uint64_t desc = v_desc + (what.x & kSlot) * (kSlotBytes >> 4), weights = p_desc + (j & 1) * 512;
+    mbar_wait(logits + 8 * (j + 1 & 1), j + 1 >> 1 & 1);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int part = 0; part < 2; ++part) wgmma_pv_ss(o[part], weights + k * 2, desc + part * 128 + k * (2 * kPart >> 4), adds | k);
+    wgmma_commit();
+    wgmma_wait<0>();
+    settled(o[0]);
+    settled(o[1]);
+    if (lane == 0) {
+      mbar_arrive(p_empty + 8 * (j & 1));
+      if (!(what.x & (kKept | kOut))) mbar_arrive(empty + 16 * (what.x & kSlot) + 8 * half);
+    }
+    if (!(what.x & kLast)) continue;
+    if (what.x & kNone) {
+#pragma unroll
+      for (int c = 0; c < 128; ++c) o[c >> 6][c & 63] = 0;
+    }
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      factor[h] = now[h].y == -INFINITY ? 0.0f : 1.0f / (now[h].z + exp2_fast(sink[h] - now[h].y));
+      if (half == 0 && quad == 0 && p.lse && has[h]) p.lse[(int64_t)what.y * p.heads + head + 8 * h] = (now[h].y + __log2f(now[h].z)) * kLn2;
+    }
+    named_barrier(2 + half, 128);  // all warps of the group are done with the slot that takes the output
+    const uint32_t stage = smem + out_slot * kSlotBytes + half * kHalf + warp * 8192;
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = 32 * c + 8 * k + 2 * i;
+          w[i] = pack_bf16(o[at >> 6][at & 63] * factor[i & 1], o[at >> 6][(at & 63) + 1] * factor[i & 1]);
+        }
+        store_matrices((stage + c * 2048 + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)) ^ 32 * k, w);
+      }
+    fence_async();
+    __syncwarp();
+    if (lane == 0) tensor_store(&out_map, half * 4, head0 + warp * 16, what.y, stage);
+  }
+  if (lane == 0) tensor_stores_read();
+}
+
+extern "C" int hr_prefill_dense(const RowsParams* p, const void* q, int64_t stride_t, int64_t stride_h, int blocks, void* stream) {
+  Launch own = {*p};
+  own.chunk = 1;
+  // Neighbours share tiles, but no block should have more queries than it must: of 8,192 on 132 blocks 63, in runs of 9.
+  int most = own.queries;
+  for (int n = 1; n < 10; ++n) {
+    const int runs = (own.queries + n - 1) / n, own_most = (runs + blocks - 1) / blocks * n;
+    if (own_most <= most) most = own_most, own.chunk = n;
+  }
+  cudaError_t e = encode_octets(&own.window_map, p->window, p->window_octets);
+  if (e == cudaSuccess) e = encode_octets(&own.second_map, p->second, p->second_octets);
+  if (e != cudaSuccess) return e;
+  return launch_prefill(prefill_dense, own, q, stride_t, stride_h, 2, 4, blocks, 512, kSmemBytes, (cudaStream_t)stream);
+}
