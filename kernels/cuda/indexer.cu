@@ -8,7 +8,7 @@
 // the e4m3 code, exactly; d is clamped at 14.
 //
 // Top-k: a block, or a cluster, a row. A floor that at least k keys reach comes from the largest keys of each lane. In one block
-// those that reach it are listed first. A histogram of equal parts of [floor, max] finds the part that holds the k-th largest, and
+// each warp lists those that reach it first. A histogram of equal parts of [floor, max] finds the part that holds the k-th largest, and
 // is repeated inside it, by the fp32 bits made sortable, until it is settled. Ties go to the lower index; output ascends.
 #include <cstddef>
 
@@ -40,7 +40,7 @@ struct TopkParams {
   int32_t* out;  // [T, k]
   int64_t out_stride;
   int32_t* out_lengths;  // [T]
-  int32_t tokens, k;
+  int32_t tokens, k, max_length;
 };
 
 namespace {
@@ -131,44 +131,50 @@ __global__ void __launch_bounds__(128, 4) index_logits(const __grid_constant__ L
     }
     fence_barrier_init();
   }
-  after_previous_kernel();
 
   // The pages of all tokens, laid end to end, each token's after kSwitch that stand for the time that its q takes, are dealt
   // out evenly: this block has [next, end) of them.
-  auto pages_of = [&](int t) {
-    const int n = t < p.tokens ? p.lengths[t] : 0;
-    return n > p.skip ? min((n + 63) >> 6, p.max_pages) + kSwitch : 0;
-  };
+  auto pages_in = [&](int n) { return n > p.skip ? min((n + 63) >> 6, p.max_pages) + kSwitch : 0; };
+  auto pages_of = [&](int t) { return t < p.tokens ? pages_in(p.lengths[t]) : 0; };
   const int each = (p.tokens + 127) / 128;  // tokens of a thread
-  int mine = 0;
+  int next, end, mine;
+  auto plan = [&](auto&& pages_of) {
+    mine = 0;
 #pragma unroll 8
-  for (int i = 0; i < each; ++i) mine += pages_of(tid * each + i);
-  int before = mine;
+    for (int i = 0; i < each; ++i) mine += pages_of(tid * each + i);
+    int before = mine;
 #pragma unroll
-  for (int m = 1; m < 32; m <<= 1) {
-    const int o = __shfl_up_sync(~0u, before, m);
-    if (lane >= m) before += o;
-  }
-  if (lane == 31) sh.plan[warp] = before;
-  __syncthreads();
-  int total = 0;
-  before -= mine;
+    for (int m = 1; m < 32; m <<= 1) {
+      const int o = __shfl_up_sync(~0u, before, m);
+      if (lane >= m) before += o;
+    }
+    if (lane == 31) sh.plan[warp] = before;
+    __syncthreads();
+    int total = 0;
+    before -= mine;
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    if (w == warp) before += total;
-    total += sh.plan[w];
-  }
-  const int share = total / (int)gridDim.x, more = total % (int)gridDim.x, me = blockIdx.x;
-  int next = share * me + min(me, more);
-  const int end = next + share + (me < more);
+    for (int w = 0; w < 4; ++w) {
+      if (w == warp) before += total;
+      total += sh.plan[w];
+    }
+    const int share = total / (int)gridDim.x, more = total % (int)gridDim.x, me = blockIdx.x;
+    next = share * me + min(me, more);
+    end = next + share + (me < more);
+    if (before <= next && next < before + mine) {
+      int t = tid * each;
+      for (int pages; t < tid * each + each - 1 && before + (pages = pages_of(t)) <= next; ++t) before += pages;
+      sh.plan[4] = t;
+      sh.plan[5] = before;
+    }
+    __syncthreads();
+  };
+  // If no thread has two tokens, the plan is made while the kernel ahead still runs, from lengths that it may yet change: they are
+  // looked at again.
+  const bool early = each <= 1;
+  if (early) plan([&](int t) { return t < p.tokens ? pages_in(__ldcg(p.lengths + t)) : 0; });
+  after_previous_kernel();
+  if (!early || __syncthreads_or(pages_of(tid) != mine)) plan(pages_of);
   if (next == end) return;
-  if (before <= next && next < before + mine) {
-    int t = tid * each;
-    for (int pages; before + (pages = pages_of(t)) <= next; ++t) before += pages;
-    sh.plan[4] = t;
-    sh.plan[5] = before;
-  }
-  __syncthreads();
   int token = sh.plan[4], base = sh.plan[5];  // pages before the token's
 
   const int row = warp * 16 + (lane >> 2);
@@ -654,21 +660,20 @@ __global__ void __launch_bounds__(kThreads, 1) top_k_cluster(const __grid_consta
   row.end(p, token, zero);
 }
 
-constexpr int kParts = 1024, kListed = 4096, kFew = 128;
+constexpr int kParts = 1024, kFew = 128;
 
-// The r-th largest of the warp's values, r = 1..32, and the largest.
-__device__ __forceinline__ void warp_rank(uint32_t x, int r, uint32_t& of_rank, uint32_t& largest) {
+// The r-th largest of the values of the lane's octet, r = 1..8.
+__device__ __forceinline__ uint32_t octet_rank(uint32_t x, int r) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
-  for (int size = 2; size <= 32; size <<= 1)
+  for (int size = 2; size <= 8; size <<= 1)
 #pragma unroll
     for (int m = size >> 1; m; m >>= 1) {
       const uint32_t o = __shfl_xor_sync(~0u, x, m);
-      const bool second = (lane & m) != 0, rising = size < 32 && (lane & size) != 0;
+      const bool second = (lane & m) != 0, rising = size < 8 && (lane & size) != 0;
       x = second == rising ? max(x, o) : min(x, o);
     }
-  of_rank = __shfl_sync(~0u, x, r - 1);
-  largest = __shfl_sync(~0u, x, 0);
+  return __shfl_sync(~0u, x, (lane & ~7) + r - 1);
 }
 
 // The sum over the threads before this one; all threads of the block call it.
@@ -686,69 +691,86 @@ __device__ __forceinline__ uint32_t prefix_sum(uint32_t x, uint32_t* warps) {
   return sum - x + __reduce_add_sync(~0u, lane < warp ? warps[lane] : 0u);
 }
 
-// One block a row of up to KEYS * THREADS keys. From 512 threads on, a floor that at least k keys reach leaves few to look at.
+// One block a row of up to KEYS * THREADS keys. From 512 threads on, a floor that at least k keys reach leaves few to look at:
+// each warp lists its own, and should they be too many reads its part of the row again.
 template <int KEYS, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1) top_k_row(const __grid_constant__ TopkParams p) {
   constexpr bool kFloor = THREADS >= 512;
   constexpr int kWarps = THREADS / 32, kWords = KEYS * THREADS / 32, kEach = kParts / THREADS, kPages = KEYS * THREADS / 64;
+  constexpr int kListed = 4096 / kWarps;
   __shared__ uint32_t parts[kParts], chosen[kWords], same[kWords];  // keys in each part; a bit for each place
   __shared__ uint32_t most_of[kWarps], least_of[kWarps], sums[3][kWarps], found[3], num_candidates;
   __shared__ uint32_t candidate_key[kFew], candidate_place[kFew];
-  __shared__ uint2 list[kFloor ? kListed : 1];  // bits and place of the keys that reach the floor, in any order
-  __shared__ uint32_t listed;
+  __shared__ uint2 list[kFloor ? kWarps : 1][kListed];  // bits and place of each warp's keys that reach the floor
   __shared__ int32_t pages[kPages];
   const int token = blockIdx.x, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   for (int i = tid; i < kParts; i += THREADS) parts[i] = 0;
   if (tid < kWords) chosen[tid] = same[tid] = 0;
-  if (tid == 0) num_candidates = listed = 0;
+  if (tid == 0) num_candidates = 0;
+  // The length as it is before the wait: most likely it stays, and the logits need not wait for it. If not, they are read again.
+  int n = min(max(__ldcg(p.lengths + token), 0), p.max_length);
   after_previous_kernel();
   const TopkRow row(p, token);
-  if (row.all(p, token, true)) return;
 
   auto place = [&](int r) { return (r & ~3) * THREADS + tid * 4 + (r & 3); };
   const bool aligned = ((uintptr_t)row.logits & 15) == 0;
-  float zero = 0;  // NaN after a logit that is no finite number
-  auto taken = [&](float x) {
-    zero = fmaf(x, 0.0f, zero);
-    return number(x);
-  };
-  float v[KEYS];  // NaN: no key
+  float v[KEYS], zero;  // NaN: no key; NaN after a logit that is no finite number
+  while (true) {
+    zero = 0;
+    auto taken = [&](float x) {
+      zero = fmaf(x, 0.0f, zero);
+      return number(x);
+    };
 #pragma unroll
-  for (int r = 0; r < KEYS; r += 4) {
-    const int i = place(r);
-    if (aligned && i + 3 < row.n) {
-      const float4 x = *(const float4*)(row.logits + i);
-      v[r] = taken(x.x);
-      v[r + 1] = taken(x.y);
-      v[r + 2] = taken(x.z);
-      v[r + 3] = taken(x.w);
-    } else {
+    for (int from = 0; from < KEYS; from += 16) {
+      constexpr int kAtOnce = KEYS < 16 ? KEYS : 16;
+      float4 quad[kAtOnce / 4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) v[r + j] = i + j < row.n ? taken(row.logits[i + j]) : __int_as_float(0x7fffffff);
+      for (int r = 0; r < kAtOnce; r += 4)  // in branches they would come one after another
+        if (aligned && place(from + r) + 3 < n) quad[r / 4] = *(const float4*)(row.logits + place(from + r));
+#pragma unroll
+      for (int r = 0; r < kAtOnce; r += 4) {
+        const int i = place(from + r);
+        float* to = v + from + r;
+        if (aligned && i + 3 < n) {
+          to[0] = taken(quad[r / 4].x);
+          to[1] = taken(quad[r / 4].y);
+          to[2] = taken(quad[r / 4].z);
+          to[3] = taken(quad[r / 4].w);
+        } else {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) to[j] = i + j < n ? taken(row.logits[i + j]) : __int_as_float(0x7fffffff);
+        }
+      }
     }
+    if (n == row.n) break;
+    n = row.n;
   }
-  if (tid < kPages && tid * 64 < row.n) pages[tid] = row.table ? row.table[tid] : tid;
-  // A warp has one set of values, or two: the largest of each lane's keys, or of its even and of its odd ones. `rank` keys reach
-  // the rank-th largest of a set, so k keys reach the least of these over all sets. It is 0 where lanes have no key.
+  if (row.all(p, token, true)) return;
+  const int page = tid < kPages && tid * 64 < n && row.table ? row.table[tid] : tid;
+  // Eight lanes have one set of values, or two: the largest of each lane's keys, or of its even and of its odd ones. `rank` keys
+  // reach the rank-th largest of a set, so k keys reach the least of these over all sets. It is 0 where lanes have no key.
   uint32_t lo = 0, hi = 0;
   if constexpr (kFloor) {
     float most[2] = {v[0], v[1]};
 #pragma unroll
     for (int r = 0; r < KEYS; ++r) most[r & 1] = fmaxf(most[r & 1], v[r]);
-    const bool two = p.k > 16 * kWarps;
-    const int rank = (p.k + (two ? 2 : 1) * kWarps - 1) / ((two ? 2 : 1) * kWarps);
-    if (!two) most[0] = fmaxf(most[0], most[1]);
-    if (rank <= 32) {
-      warp_rank(most[0] == most[0] ? sortable(most[0]) : 0u, rank, lo, hi);
-      if (two) {
-        uint32_t lo_2, hi_2;
-        warp_rank(most[1] == most[1] ? sortable(most[1]) : 0u, rank, lo_2, hi_2);
-        lo = min(lo, lo_2);
-        hi = max(hi, hi_2);
+    const int sets = (p.k > THREADS / 2 ? 2 : 1) * THREADS / 8, rank = (p.k + sets - 1) / sets;
+    if (sets == THREADS / 8) most[0] = fmaxf(most[0], most[1]);
+    if (rank <= 8) {
+      const uint32_t key = most[0] == most[0] ? sortable(most[0]) : 0u;
+      lo = octet_rank(key, rank);
+      hi = key;
+      if (sets > THREADS / 8) {
+        const uint32_t odd = most[1] == most[1] ? sortable(most[1]) : 0u;
+        lo = min(lo, octet_rank(odd, rank));
+        hi = max(hi, odd);
       }
     }
   }
   auto over_block = [&] {
+    lo = __reduce_min_sync(~0u, lo);
+    hi = __reduce_max_sync(~0u, hi);
     if (lane == 0) {
       least_of[warp] = lo;
       most_of[warp] = hi;
@@ -759,45 +781,48 @@ __global__ void __launch_bounds__(THREADS, 1) top_k_row(const __grid_constant__ 
   };
   if constexpr (kFloor) over_block();
   if (lo == 0) {  // for want of a floor, the least
-    uint32_t least = ~0u, most = 0;
+    lo = ~0u;
+    hi = 0;
 #pragma unroll
     for (int r = 0; r < KEYS; ++r)
       if (v[r] == v[r]) {
-        least = min(least, sortable(v[r]));
-        most = max(most, sortable(v[r]));
+        lo = min(lo, sortable(v[r]));
+        hi = max(hi, sortable(v[r]));
       }
-    lo = __reduce_min_sync(~0u, least);
-    hi = __reduce_max_sync(~0u, most);
     if constexpr (kFloor) __syncthreads();
     over_block();
   }
   float least = unsort(lo), greatest = unsort(hi);
+  uint32_t reach = 0;  // of the warp's keys
   if constexpr (kFloor) {
-    uint32_t reach = 0;
+    uint32_t mine = 0;
 #pragma unroll
-    for (int r = 0; r < KEYS; ++r) reach += v[r] >= least;
-    uint32_t at = reach, base = 0;
+    for (int r = 0; r < KEYS; ++r) mine += v[r] >= least;
+    reach = mine;
 #pragma unroll
     for (int m = 1; m < 32; m <<= 1) {
-      const uint32_t o = __shfl_up_sync(~0u, at, m);
-      if (lane >= m) at += o;
+      const uint32_t o = __shfl_up_sync(~0u, reach, m);
+      if (lane >= m) reach += o;
     }
-    if (lane == 31) base = atomicAdd(&listed, at);
-    at += __shfl_sync(~0u, base, 31) - reach;
+    uint2* to = list[warp] + reach - mine;
+    reach = __shfl_sync(~0u, reach, 31);
+    if (reach <= kListed) {
 #pragma unroll
-    for (int r = 0; r < KEYS; ++r)
-      if (v[r] >= least && at < kListed) list[at++] = make_uint2(__float_as_uint(v[r]), place(r));
-    __syncthreads();
+      for (int r = 0; r < KEYS; ++r)
+        if (v[r] >= least) *to++ = make_uint2(__float_as_uint(v[r]), place(r));
+    }
+    __syncwarp();
   }
-  const uint32_t in_list = listed;
   auto each = [&](auto&& f) {  // of the keys from least to greatest
     auto g = [&](float x, int at) {
       if (x >= least && x <= greatest) f(x, at);
     };
-    if (kFloor && in_list <= kListed) {
-      for (uint32_t i = tid; i < in_list; i += THREADS) g(__uint_as_float(list[i].x), list[i].y);
+    if (kFloor && reach <= kListed) {
+      for (uint32_t i = lane; i < reach; i += 32) g(__uint_as_float(list[warp][i].x), list[warp][i].y);
     } else if constexpr (kFloor) {
-      for (int i = tid; i < row.n; i += THREADS) g(number(row.logits[i]), i);
+#pragma unroll 1
+      for (int r = 0; r < KEYS; ++r)
+        if (place(r) < n) g(number(row.logits[place(r)]), place(r));
     } else {
 #pragma unroll
       for (int r = 0; r < KEYS; ++r) g(v[r], place(r));
@@ -812,6 +837,7 @@ __global__ void __launch_bounds__(THREADS, 1) top_k_row(const __grid_constant__ 
   uint32_t want = p.k, inside;
   int shift = max(0, 22 - __clz(hi - lo));  // (hi - lo) >> shift < 1024
   auto part = [&](float x) -> uint32_t { return by_value ? (uint32_t)((x - least) * steps) : (sortable(x) - lo) >> shift; };
+  if (tid < kPages) pages[tid] = page;
   while (true) {
     each([&](float x, int) { atomicAdd(&parts[part(x)], 1u); });
     __syncthreads();
@@ -847,7 +873,7 @@ __global__ void __launch_bounds__(THREADS, 1) top_k_row(const __grid_constant__ 
     uint32_t low = ~0u, high = 0;
     each([&](float x, int at) {
       const uint32_t in = part(x);
-      if (in > last) mark(chosen, at);
+      if (in > last || (in == last && inside == want)) mark(chosen, at);
       if (in != last) return;
       if (inside <= kFew) {
         const uint32_t i = atomicAdd(&num_candidates, 1u);
@@ -857,9 +883,9 @@ __global__ void __launch_bounds__(THREADS, 1) top_k_row(const __grid_constant__ 
       low = min(low, sortable(x));
       high = max(high, sortable(x));
     });
-    if (inside <= kFew) break;
-    lo = __reduce_min_sync(~0u, low);
-    hi = __reduce_max_sync(~0u, high);
+    if (inside <= kFew || inside == want) break;
+    lo = low;
+    hi = high;
     for (int i = tid; i < kParts; i += THREADS) parts[i] = 0;
     over_block();
     least = unsort(lo);
@@ -868,16 +894,18 @@ __global__ void __launch_bounds__(THREADS, 1) top_k_row(const __grid_constant__ 
     by_value = false;
     shift = max(0, 22 - __clz(hi - lo));
   }
-  if (inside <= kFew) {  // ranked one against another
+  if (inside != want && inside <= kFew) {  // ranked one against another
     __syncthreads();
-    if (tid < inside) {
-      const uint32_t key = candidate_key[tid], at = candidate_place[tid];
-      uint32_t better = 0;
-      for (uint32_t i = 0; i < inside; ++i)
-        better += candidate_key[i] > key || (candidate_key[i] == key && candidate_place[i] < at);
-      if (better < want) mark(chosen, at);
+    for (uint32_t i = tid >> 3; i - (lane >> 3) < inside; i += THREADS / 8) {  // by eight lanes
+      const uint32_t key = i < inside ? candidate_key[i] : ~0u, at = i < inside ? candidate_place[i] : 0u;
+      uint32_t better = i < inside ? 0u : want;
+      for (uint32_t o = lane & 7; o < inside; o += 8)
+        better += candidate_key[o] > key || (candidate_key[o] == key && candidate_place[o] < at);
+#pragma unroll
+      for (int m = 1; m < 8; m <<= 1) better += __shfl_xor_sync(~0u, better, m);
+      if ((lane & 7) == 0 && better < want) mark(chosen, at);
     }
-  } else {  // all equal: the first `want` by place
+  } else if (inside != want) {  // all equal: the first `want` by place
     each([&](float, int at) { mark(same, at); });
     __syncthreads();
     uint32_t bits = tid < kWords ? same[tid] : 0u;
@@ -934,14 +962,16 @@ extern "C" int hr_index_logits(const LogitsParams* p, void* stream) {
 }
 
 // size: blocks a row, 1, 2, 4 or 8; a row may hold 32768 * size logits.
-extern "C" int hr_top_k(const TopkParams* p, int max_length, int size, void* stream) {
+extern "C" int hr_top_k(const TopkParams* p, int size, void* stream) {
   const cudaStream_t on = (cudaStream_t)stream;
+  const int max_length = p->max_length;
   const int keys = ((max_length + kThreads * size - 1) / (kThreads * size) + 3) & ~3;
   switch (size) {
     case 1:
       if (max_length <= 2048) return launch_row<8, 256>(*p, on);
-      if (max_length <= 4096) return launch_row<16, 256>(*p, on);
-      if (max_length <= 8192) return launch_row<16, 512>(*p, on);
+      if (max_length <= 4096) return launch_row<8, 512>(*p, on);
+      // A multiprocessor that has one row does it sooner with more threads, and many rows sooner two at a time.
+      if (max_length <= 8192) return p->tokens <= 128 ? launch_row<8, 1024>(*p, on) : launch_row<16, 512>(*p, on);
       if (max_length <= 16384) return launch_row<16, 1024>(*p, on);
       if (max_length <= 32768) return launch_row<32, 1024>(*p, on);
       return (int)cudaErrorInvalidValue;

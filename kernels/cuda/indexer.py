@@ -59,6 +59,7 @@ class _TopK(ctypes.Structure):
         ("out_lengths", ctypes.c_void_p),
         ("tokens", ctypes.c_int32),
         ("k", ctypes.c_int32),
+        ("max_length", ctypes.c_int32),
     )
 
 
@@ -139,6 +140,7 @@ def top_k(
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     assert out_TK.stride(1) == 1
+    longest = logits.shape[1] if max_length is None else max_length
     params = _TopK(
         logits=logits.data_ptr(),
         logits_stride=logits.stride(0),
@@ -150,19 +152,19 @@ def top_k(
         out_lengths=build.address(out_lengths_T),
         tokens=logits.shape[0],
         k=out_TK.shape[1],
+        max_length=longest,
     )
     library = build.load("indexer.cu")
-    longest = logits.shape[1] if max_length is None else max_length
     size = blocks_a_row or top_k_blocks(logits.shape[0], longest)
-    status = library.hr_top_k(ctypes.byref(params), longest, size, ctypes.c_void_p(build.current_stream()))
+    status = library.hr_top_k(ctypes.byref(params), size, ctypes.c_void_p(build.current_stream()))
     build.check(status, "top_k")
 
 
 def top_k_blocks(rows: int, longest: int) -> int:
-    """Blocks that share a row: enough to hold it (32,768 logits each), more while multiprocessors are free and it
-    is long."""
+    """Blocks that share a row: one if it can hold it (32,768 logits); else enough, more while multiprocessors are
+    free."""
     size = 1
-    while size < 8 and (longest > 32768 * size or (rows * size * 2 <= 128 and longest > 16384 * size)):
+    while size < 8 and (longest > 32768 * size or (size > 1 and rows * size * 2 <= 128 and longest > 16384 * size)):
         size *= 2
     return size
 

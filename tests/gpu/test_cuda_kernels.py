@@ -332,6 +332,45 @@ def test_top_k_equals_a_stable_sort(size: int, k: int) -> None:
         assert torch.equal(count, want_count)
 
 
+def test_index_choice_follows_lengths_that_change_under_a_graph() -> None:
+    """Kernels look at lengths before the launch ahead has ended; replays still choose by the lengths that it gives."""
+    torch.manual_seed(10)
+    rows, longest, k = 64, 16384, 512
+    codes, scales = k4.pack_keys(torch.randn(300 * 64, 128, device=DEV))
+    pages = torch.cat([codes.view(300, -1), scales.view(300, -1)], 1).contiguous()
+    table = torch.randint(0, 300, (rows, longest // 64), device=DEV, dtype=torch.int32)
+    q = torch.randn(rows, 64, 128, device=DEV).to(torch.float8_e4m3fn)
+    w = torch.randn(rows, 64, device=DEV)
+    given, lengths = (torch.zeros(rows, dtype=torch.int32, device=DEV) for _ in range(2))
+    logits = torch.empty(rows, longest, device=DEV)
+    out = torch.empty(2, rows, k, dtype=torch.int32, device=DEV)
+    count = torch.empty(2, rows, dtype=torch.int32, device=DEV)
+
+    def choose(turn: int) -> None:
+        lengths.copy_(given if turn == 0 else given.flip(0))
+        k4.index_logits(q, w, pages, table, lengths, logits, skip=k)
+        k4.top_k(logits, lengths, out[turn], count[turn], table)
+
+    choose(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        choose(0)
+        choose(1)
+    for most in (longest, 700, 5000, longest, 0, longest):
+        given.copy_(torch.randint(0, most + 1, (rows,), device=DEV))
+        graph.replay()
+        got = out.clone(), count.clone()
+        for turn in range(2):
+            choose(turn)
+            torch.cuda.synchronize()
+            want, want_count = k4.top_k_reference(logits, lengths, k)
+            slots = torch.where(want < 0, want, table.gather(1, (want.clamp(0) >> 6).long()) * 64 + (want & 63))
+            assert torch.equal(got[0][turn], slots)
+            assert torch.equal(out[turn], slots)
+            assert torch.equal(got[1][turn], want_count)
+
+
 def make_step(first: list[int], tokens: list[int], entries: int) -> k1.Step:
     """Sequences whose tokens of this step begin at position first[i]; every token has a slot of its own."""
     positions, begin, end, ring = [], [], [], []
