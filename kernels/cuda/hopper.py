@@ -110,7 +110,7 @@ class _Shared:
 class HopperOps(TritonOps):
     """See the module."""
 
-    name = "hopper-2"
+    name = "hopper-3"
     capturable = True
 
     def __init__(self) -> None:

@@ -8,14 +8,14 @@
 // A cluster of 16 blocks works on eight tokens at a time (an octet); a block has 256 channels of all four streams, a warp 32 of
 // those. The product runs on the tensor cores with fn on the rows: fn = hi + lo, two bf16 (16 bits of mantissa), 48 rows, kept in
 // registers for the whole launch; tokens are the columns. The order of k is permuted so that a thread's operand is the 16 bytes
-// that it loads. The same operands give the products of a token's streams with each other (gram): their diagonal is the sum of
+// that it loads. Such operands also give the products of a token's streams with each other (gram): their diagonal is the sum of
 // squares, and all of them give the norm of layer_in before it is made, sum_mn pre[m] pre[n] gram[m, n]. It leaves out the
 // rounding to bf16 inside the norm (2e-5 of it), and loses 2e-7 over c^2 where the streams cancel to a part c of themselves:
 // less than their own rounding then leaves of layer_in. Sums go warp, block, cluster in a fixed order that the number of tokens
 // does not touch; a token's column does not see the others. So its bits depend on nothing else in the launch.
 //
-// One warp loads octets (copy engine, 128-byte swizzle: token t's row has its 16-byte chunks at c ^ t). Eight warps multiply,
-// three add the warps' sums and send them to the token's owner (token t: block t, in every second octet t + 8) through
+// One warp loads octets (copy engine, 128-byte swizzle: token t's row has its 16-byte chunks at c ^ t). Eight warps multiply, four
+// make gram, three add the warps' sums and send them to the token's owner (token t: block t, in every second octet t + 8) through
 // distributed shared memory. There two warps in turn make pre, post and the norm's factor and send pre and factor to all blocks,
 // and one does the Sinkhorn of up to 32 tokens at a time, a lane each. Eight warps make layer_in while the octet is still in
 // shared memory: the streams are read once. Where a sub-layer has ended these eight mix an octet kLate ahead of that, in
@@ -46,20 +46,21 @@ struct Params {
 namespace {
 
 constexpr int kD = 4096, kRanks = 16, kChannels = kD / kRanks, kWarps = kChannels / 32, kCompute = kWarps * 32;
-constexpr int kOctet = 8, kThreads = 2 * kCompute + 256, kReducers = 3;
+constexpr int kOctet = 8, kGramWarps = 4, kReducers = 3, kThreads = 2 * kCompute + 32 * kGramWarps + 256;
 constexpr int kValues = 36;  // floats of a token's sums that travel: 24 products, 10 of the streams with each other, 2 unused
-constexpr int kRow = 40;     // the same in a warp's own sums: 40, so that four tokens lie in different banks
+constexpr int kRow = 24;     // a warp's products of a token; four tokens lie in different banks
 constexpr int kAhead = 8;    // octets that the product may be ahead of layer_in: what travels has as many buffers
-constexpr int kSums = 3;     // buffers of the warps' sums
+constexpr int kSums = 5;     // buffers of the warps' sums
 constexpr int kLate = 4;     // octets between mixing and layer_in, which the same warps make
 
 template <bool kAfter>
 struct Layout {
   static constexpr uint32_t kY = kOctet * 4 * kChannels * 2, kPost = kY + kOctet * kChannels * 2, kComb = kPost + kOctet * 16;
   static constexpr uint32_t kStage = kAfter ? kY + 5120 : kY;  // y, post, comb; rows of 128 bytes under the swizzle: whole 1024
-  static constexpr int kStages = kAfter ? 8 : 11;
+  static constexpr int kStages = kAfter ? 8 : 10;
   static constexpr uint32_t kPartial = kStages * kStage;                                   // [kSums][warp][token][kRow] fp32
-  static constexpr uint32_t kOwn = kPartial + kSums * kWarps * kOctet * kRow * 4;          // [kAhead / 2][rank][kValues] fp32
+  static constexpr uint32_t kGrams = kPartial + kSums * kWarps * kOctet * kRow * 4;        // [kSums][warp][token] of 12 fp32
+  static constexpr uint32_t kOwn = kGrams + kSums * kGramWarps * kOctet * 48;              // [kAhead / 2][rank][kValues] fp32
   static constexpr uint32_t kPre = kOwn + kAhead / 2 * kRanks * kValues * 4;               // [kAhead][token] of pre[4], factor
   static constexpr uint32_t kWaiting = kPre + kAhead * kOctet * 32;                        // [2][32] of 20 fp32: for Sinkhorn
   static constexpr uint32_t kWeight = kWaiting + 2 * 32 * 80;   // the block's channels of the norm's weight
@@ -69,6 +70,7 @@ struct Layout {
   static constexpr uint32_t kBytes = kBars + 8 * kBarriers;
   static_assert(kComb + kOctet * 64 <= kY + 5120 && kBytes <= 232448);
   static_assert(kStages >= kAhead);  // else a stage's `done` could end twice before the sums of kAhead later look at it
+  static_assert(kStages > kSums);    // else its `ready` could before the sums are added: products are at most kSums ahead of that
 };
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
@@ -212,221 +214,370 @@ __device__ __forceinline__ void sinkhorn(float (&m)[16], float eps, int rounds) 
   for (int i = 0; i < 16; ++i) m[i] *= r[i >> 2] * c[i & 3];
 }
 
-}  // namespace
+template <typename T>
+__device__ __forceinline__ T keep(T x) {  // a value that the compiler is to take as it is, not to make anew in each use
+  static_assert(sizeof(T) == 4);
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// What every kind of warp begins with; each makes it for itself. A value of all kinds would be spilled in all of them where the
+// kind with the fewest registers has no place for it.
+template <bool kAfter>
+struct Place {
+  using L = Layout<kAfter>;
+  static constexpr int S = L::kStages;
+  uint32_t smem;
+  int warp, lane, rank, cluster, clusters, count;
+  __device__ __forceinline__ Place(uint32_t shared, const Params& p) {
+    smem = keep(shared);
+    const int thread = keep((int)threadIdx.x);
+    warp = thread >> 5, lane = keep(thread & 31);
+    rank = blockIdx.x % kRanks, cluster = blockIdx.x / kRanks, clusters = gridDim.x / kRanks;
+    count = p.share + (cluster < p.rest);  // octets of this cluster: cluster, cluster + clusters, ...
+  }
+  // Barriers of a stage: layer_in made; products made, so their sums are there; streams mixed; loaded.
+  __device__ __forceinline__ uint32_t done(int i) const { return smem + L::kBars + 8 * i; }
+  __device__ __forceinline__ uint32_t ready(int i) const { return done(S + i); }
+  __device__ __forceinline__ uint32_t mixed(int i) const { return done(2 * S + i); }
+  __device__ __forceinline__ uint32_t full(int i) const { return done(3 * S + i); }
+  __device__ __forceinline__ uint32_t streams(int i) const { return kAfter ? mixed(i) : full(i); }
+  // The warps' sums are added; the own token's sums of all ranks; pre and factors of all tokens.
+  __device__ __forceinline__ uint32_t added(int i) const { return done(4 * S + i); }
+  __device__ __forceinline__ uint32_t own(int i) const { return done(4 * S + kSums + i); }
+  __device__ __forceinline__ uint32_t pre(int i) const { return done(4 * S + kSums + kAhead / 2 + i); }
+  // A warp's 32 channels of a stage's tokens: the lane's token, and its 16 bytes in the first stream, the next 1024 on.
+  __device__ __forceinline__ int token() const { return token_of(lane >> 2); }
+  __device__ __forceinline__ uint32_t line(int part) const {
+    return keep(smem + (part >> 1) * 4096 + token() * 128 + (((part & 1) * 4 + (lane & 3)) ^ token()) * 16);
+  }
+};
 
 template <bool kAfter>
-__global__ void __launch_bounds__(kThreads, 1)
-    mhc(const __grid_constant__ CUtensorMap streams_map, const __grid_constant__ CUtensorMap y_map,
-        const __grid_constant__ CUtensorMap out_map, const __grid_constant__ Params p) {
+__device__ __forceinline__ void product(const Place<kAfter>& at, const Params& p) {
   using L = Layout<kAfter>;
-  constexpr int S = L::kStages;
-  // Registers a thread of the three kinds of warps: product, layer_in, the rest.
-  constexpr int kProduct = kAfter ? 144 : 152, kLayer = kAfter ? 56 : 40, kRest = kAfter ? 40 : 48;
-  extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  const uint32_t smem = smem_u32(shared_bytes);
-  const int rank = blockIdx.x % kRanks, cluster = blockIdx.x / kRanks, clusters = gridDim.x / kRanks;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int count = p.share + (cluster < p.rest);  // octets of this cluster: cluster, cluster + clusters, ...
-  // Of a stage: layer_in made; product made, so its sums are there; streams mixed; loaded.
-  const uint32_t done = smem + L::kBars, ready = done + 8 * S, mixed = ready + 8 * S, full = mixed + 8 * S;
-  // The warps' sums are added; the own token's sums of all ranks; pre and factors of all tokens.
-  const uint32_t added = full + 8 * S, own_bar = added + 8 * kSums, pre_bar = own_bar + 8 * (kAhead / 2);
-  if (threadIdx.x < L::kBarriers) {
-    const int i = threadIdx.x, first_own = 4 * S + kSums, first_pre = first_own + kAhead / 2;
-    mbar_init(done + 8 * i, i < S ? kWarps + kAfter : i < 3 * S ? kWarps : i >= 4 * S && i < first_own ? kReducers : 1);
-    fence_barrier_init();
-    if (i >= first_own) mbar_expect(done + 8 * i, i < first_pre ? kRanks * kValues * 4 : kOctet * 20);
-  }
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  __syncthreads();
-  cluster_arrive();  // who sends first waits for it
+  uint4 w[3][8];  // rows 0..15 of hi; 16..23 of hi and 0..7 of lo; 8..23 of lo. Step 2 * stream + half
+#pragma unroll
+  for (int m = 0; m < 3; ++m)
+#pragma unroll
+    for (int k = 0; k < 8; ++k) w[m][k] = __ldg(p.fn + ((at.rank * kWarps + at.warp) * 24 + m * 8 + k) * 32 + at.lane);
 
-  const int group = lane >> 2, quad = lane & 3, part = warp % kWarps, channel = rank * kChannels + part * 32 + quad * 8;
-  const int t = token_of(group);
-  const uint32_t own_line = (part >> 1) * 4096 + t * 128 + (((part & 1) * 4 + quad) ^ t) * 16;  // + stream * 1024
-  if (warp >= 2 * kWarps) {
-    give_registers<kRest>();
-    const int role = warp - 2 * kWarps;
-    if (role == 0) {  // loads
-      if (lane != 0) return;
-      previous_kernel_wait();
-      Turn<S> turn;
-      for (int it = 0, token0 = cluster * kOctet; it < count; ++it, token0 += clusters * kOctet, turn.next()) {
-        const int valid = min(kOctet, p.tokens - token0);
-        const uint32_t at = smem + turn.at * L::kStage, bar = full + 8 * turn.at;
-        if (it >= S) mbar_wait(done + 8 * turn.at, turn.phase ^ 1);
-        mbar_expect(bar, (kAfter ? L::kPost + valid * 80 : L::kY) + (it == 0 ? kChannels * 2 : 0));
-        if (it == 0) bulk_load(smem + L::kWeight, p.weight + rank * kChannels, kChannels * 2, bar);
-        load_streams(at, &streams_map, token0, rank * 4, bar);
-        if (kAfter) {
-          load_y(at + L::kY, &y_map, token0, rank * 4, bar);
-          bulk_load(at + L::kPost, p.post + (int64_t)token0 * 4, valid * 16, bar);
-          bulk_load(at + L::kComb, p.comb + (int64_t)token0 * 16, valid * 64, bar);
-        }
-      }
-    } else if (role == 1 || role == 7) {  // pre, post and the norm's factor of the own tokens, every second one each
-      // Lane i has the values 2 i and 2 i + 1 of the 34.
-      const float factor = lane < 2 ? p.scale[0] : lane < 4 ? p.scale[1] : p.scale[2];
-      const float2 base = lane < 12 ? *(const float2*)(p.base + 2 * lane) : make_float2(0, 0);
-      const uint32_t pre_to = map_rank(smem + L::kPre + (rank & 7) * 32, lane & 15), pre_bar_to = map_rank(pre_bar, lane & 15);
-      const uint32_t grams = smem + L::kGram + (role == 7) * 48;
-      const int first = role == 7, own = (count - (rank >> 3) + 1) / 2;
-      // Both warps have done the tokens of n's group of 32. Neighbouring groups have barriers of their own, for one warp may
-      // be in the next before the other has ended this one; more than that they cannot be apart.
-      auto group_done = [](int n) {
-        if (n & 32)
-          asm volatile("bar.arrive 4, 96;" ::: "memory");
-        else
-          asm volatile("bar.arrive 3, 96;" ::: "memory");
-      };
-      previous_kernel_wait();
-      for (int n = first; n < own; n += 2) {
-        constexpr int kSlots = kAhead / 2;
-        const int it = 2 * n + (rank >> 3), slot = n % kSlots, buf = it % kAhead;
-        const int token = (cluster + it * clusters) * kOctet + (rank & 7);
-        mbar_wait(own_bar + 8 * slot, n / kSlots & 1);
-        const uint32_t from = smem + L::kOwn + slot * kRanks * kValues * 4 + min(lane, 16) * 8;
-        float2 v[4] = {};  // in a fixed order, four chains
+  // These warps do not wait for the kernel ahead: weights were there before it, and all else comes by way of the loading warp.
+  const int group = at.lane >> 2, quad = at.lane & 3;
+  const uint32_t line = at.line(at.warp), to = keep(at.smem + L::kPartial + ((at.warp * kOctet + quad) * kRow + group) * 4);
+  Turn<L::kStages> turn;
+  Turn<kSums> buf;
+  uint4 x[4];
+  auto load = [&]() {
 #pragma unroll
-        for (int r = 0; r < kRanks; ++r) {
-          const float2 x = ld_f2(from + r * kValues * 4);
-          v[r & 3].x += x.x, v[r & 3].y += x.y;
-        }
-        const float2 sum = make_float2((v[0].x + v[1].x) + (v[2].x + v[3].x), (v[0].y + v[1].y) + (v[2].y + v[3].y));
-        if (lane >= 12 && lane < 17) st_shared_f2(grams + (lane - 12) * 8, sum.x, sum.y);
-        __syncwarp();
-        if (lane == 0) mbar_expect(own_bar + 8 * slot, kRanks * kValues * 4);
-        const float4 g0 = ld_f4(grams), g1 = ld_f4(grams + 16);  // 00 01 02 03, 11 12 22 23
-        const float2 g3 = ld_f2(grams + 32);                     // 33 13
-        const float r = rsqrtf(((g0.x + g1.x) + (g1.z + g3.x)) * (1.0f / (4 * kD)) + p.norm_eps) * factor;
-        const float2 x = make_float2(sum.x * r + base.x, sum.y * r + base.y), s = make_float2(sigmoid(x.x), sigmoid(x.y));
-        if (lane >= 4 && lane < 12) st_shared_f2(smem + L::kWaiting + (n & 63) * 80 + (lane - 4) * 8, x.x, x.y);
-        if ((n & 31) >= 30 || n + 2 >= own) group_done(n);
-        auto pre_of = [&](int i) { return __shfl_sync(~0u, (i & 1 ? s.y : s.x) + p.eps, i >> 1); };
-        const float4 pre = make_float4(pre_of(0), pre_of(1), pre_of(2), pre_of(3));
-        if (lane < kRanks) send_f4(pre_to + buf * kOctet * 32, pre, pre_bar_to + 8 * buf);
-        const float squares = pre.x * (pre.x * g0.x + 2 * ((pre.y * g0.y + pre.z * g0.z) + pre.w * g0.w)) +
-                              pre.y * (pre.y * g1.x + 2 * (pre.z * g1.y + pre.w * g3.y)) +
-                              (pre.z * (pre.z * g1.z + 2 * (pre.w * g1.w)) + pre.w * pre.w * g3.x);
-        const float f = rsqrtf(fmaxf(squares, 0.0f) * (1.0f / kD) + p.norm_eps);
-        if (lane < kRanks) send_f1(pre_to + buf * kOctet * 32 + 16, f, pre_bar_to + 8 * buf);
-        if (lane >= 2 && lane < 4 && token < p.tokens)
-          *(float2*)(p.post_out + (int64_t)token * 4 + 2 * lane - 4) = make_float2(2 * s.x, 2 * s.y);
-      }
-      if (first == 1 && own % 32 == 1) group_done(own);  // none of the last group's
-    } else if (role == 2) {  // Sinkhorn
-      previous_kernel_wait();
-      const int own = (count - (rank >> 3) + 1) / 2;
-      for (int n = 0; n < own; n += 32) {
-        if (n & 32)
-          asm volatile("bar.sync 4, 96;" ::: "memory");
-        else
-          asm volatile("bar.sync 3, 96;" ::: "memory");
-        const int64_t token = ((int64_t)cluster + (int64_t)(2 * (n + lane) + (rank >> 3)) * clusters) * kOctet + (rank & 7);
-        if (n + lane >= own || token >= p.tokens) continue;
-        float m[16];
+    for (int s = 0; s < 4; ++s) x[s] = ld_u4(line + turn.at * L::kStage + s * 1024);
+  };
+  mbar_wait(at.streams(0), 0);
+  load();
+#pragma unroll 1
+  for (int it = 0; it < at.count; ++it) {
+    const uint32_t now = at.ready(turn.at);
+    float acc[3][4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float4 row = ld_f4(smem + L::kWaiting + ((n + lane) & 63) * 80 + i * 16);
-          m[4 * i] = row.x, m[4 * i + 1] = row.y, m[4 * i + 2] = row.z, m[4 * i + 3] = row.w;
-        }
-        sinkhorn(m, p.eps, p.rounds);
+    for (int s = 0; s < 4; ++s)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          *(float4*)(p.comb_out + token * 16 + 4 * i) = make_float4(m[4 * i], m[4 * i + 1], m[4 * i + 2], m[4 * i + 3]);
-      }
-    } else if (kAfter && role == 3) {  // mixed streams, to global memory
-      if (lane != 0) return;
-      previous_kernel_wait();
-      Turn<S> turn, back;
-      for (int it = 0, token0 = cluster * kOctet; it < count; ++it, token0 += clusters * kOctet, turn.next()) {
-        mbar_wait(mixed + 8 * turn.at, turn.phase);
-        store_streams(&out_map, token0, rank * 4, smem + turn.at * L::kStage);
-        if (it == 0) continue;
-        wait_stores_read<1>();
-        mbar_arrive(done + 8 * back.at);
-        back.next();
-      }
-      wait_stores_read<0>();  // nobody loads into the last stage
-    } else if (role >= 4 && role < 4 + kReducers) {  // sums of the eight warps, to the owners
-      const int i = (role - 4) * 32 + lane, token = i / (kValues / 4), unit = i % (kValues / 4);
-      const uint32_t from = smem + L::kPartial + (token * kRow + 4 * unit) * 4;
-      const uint32_t to = smem + L::kOwn + (rank * kValues + 4 * unit) * 4;
-      const uint32_t even_to = map_rank(to, token & 7), even_bar = map_rank(own_bar, token & 7);
-      const uint32_t odd_to = map_rank(to, (token & 7) + 8), odd_bar = map_rank(own_bar, (token & 7) + 8);
-      Turn<S> turn, back;
-      Turn<kSums> buf;
-      Turn<kAhead / 2> slot;
-      for (int it = 0; it < count; ++it, turn.next(), buf.next()) {
-        mbar_wait(ready + 8 * turn.at, turn.phase);
-        float4 m = {};
-        if (token < kOctet) {
+      for (int h = 0; h < 2; ++h)
 #pragma unroll
-          for (int w = 0; w < kWarps; ++w) {
-            const float4 v = ld_f4(from + (buf.at * kWarps + w) * kOctet * kRow * 4);
-            m.x += v.x, m.y += v.y, m.z += v.z, m.w += v.w;
-          }
-        }
-        __syncwarp();
-        if (lane == 0) mbar_arrive(added + 8 * buf.at);
-        if (it == 0) cluster_wait();
-        // kAhead octets back layer_in is made here, so every owner has read what these sums overwrite, and may overwrite pre.
-        if (it >= kAhead) mbar_wait(done + 8 * back.at, back.phase), back.next();
-        if (token < kOctet)
-          send_f4((it & 1 ? odd_to : even_to) + slot.at * kRanks * kValues * 4, m, (it & 1 ? odd_bar : even_bar) + 8 * slot.at);
-        if (it & 1) slot.next();
+        for (int m = 0; m < 3; ++m) mma(acc[m], w[m][2 * s + h], h ? x[s].z : x[s].x, h ? x[s].w : x[s].y);
+    turn.next();
+    if (it + 1 < at.count) mbar_wait(at.streams(turn.at), turn.phase);
+    load();  // the next octet, while the products end; after the last one, nothing of use
+    if (it >= kSums) mbar_wait(at.added(buf.at), buf.phase ^ 1);
+#pragma unroll
+    for (int m = 0; m < 3; ++m) asm volatile("" : "+f"(acc[m][0]), "+f"(acc[m][1]), "+f"(acc[m][2]), "+f"(acc[m][3]));
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {  // column 2 * quad + c: token quad + 4 * c
+      const uint32_t sums = to + (buf.at * kWarps * kOctet + 4 * c) * kRow * 4;
+      st_f1(sums, acc[0][c] + acc[1][2 + c]);
+      st_f1(sums + 32, acc[0][2 + c] + acc[2][c]);
+      st_f1(sums + 64, acc[1][c] + acc[2][2 + c]);
+    }
+    __syncwarp();
+    if (at.lane == 0) mbar_arrive(now);
+    buf.next();
+  }
+}
+
+// Products of a token's streams with each other, over 64 channels a warp.
+template <bool kAfter>
+__device__ __forceinline__ void gram(const Place<kAfter>& at, const Params& p) {
+  using L = Layout<kAfter>;
+  const int part = at.warp - 2 * kWarps, group = at.lane >> 2, quad = at.lane & 3;
+  // A lane has 8 of the 32 bytes that a token has in a step; the tokens of four neighbouring groups have theirs in different banks.
+  const int token = (group & 3) * 2 + (group >> 2);
+  const uint32_t zero = p.tokens >> 31;
+  const uint32_t line = keep(at.smem + part * 4096 + token * 128 + ((quad >> 1) ^ token) * 16 + (quad & 1) * 8);
+  const uint32_t to = keep(at.smem + L::kGrams + (part * kOctet + token) * 48);
+  Turn<L::kStages> turn;
+  Turn<kSums> buf;
+  uint2 x[2][4];
+  auto load = [&](int i) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) x[i & 1][s] = ld_u2(((line + turn.at * L::kStage) ^ i * 32) + s * 1024);
+  };
+#pragma unroll 1
+  for (int it = 0; it < at.count; ++it) {
+    const uint32_t now = at.ready(turn.at);
+    if (it == 0) mbar_wait(at.streams(0), 0), load(0);
+    float upper[2][4] = {}, lower[4][4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < 3) {
+        load(i + 1);
+      } else {
+        turn.next();
+        if (it + 1 < at.count) mbar_wait(at.streams(turn.at), turn.phase);
+        load(0);  // the next octet; after the last one, nothing of use
+      }
+      // On the rows two streams of all tokens, on the columns one. Copied by an operation, lest the compiler copy for each product.
+      const uint2* v = x[i & 1];
+      const uint4 first = make_uint4(v[0].x ^ zero, v[1].x ^ zero, v[0].y ^ zero, v[1].y ^ zero);
+      const uint4 last = make_uint4(v[2].x ^ zero, v[3].x ^ zero, v[2].y ^ zero, v[3].y ^ zero);
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+        if (s < 2) mma(upper[s], first, v[s].x, v[s].y);
+        mma(lower[s], last, v[s].x, v[s].y);
       }
     }
-    return;
+    if (it >= kSums) mbar_wait(at.added(buf.at), buf.phase ^ 1);
+    if (quad == group >> 1) {  // the diagonal: a token's streams with each other
+      auto own = [&](const float (&d)[4], int half) { return group & 1 ? d[half + 1] : d[half]; };
+      const uint32_t sums = to + buf.at * kGramWarps * kOctet * 48;
+      st_f4(sums, own(upper[0], 0), own(upper[0], 2), own(lower[0], 0), own(lower[0], 2));       // 00 01 02 03
+      st_f4(sums + 16, own(upper[1], 2), own(lower[1], 0), own(lower[2], 0), own(lower[2], 2));  // 11 12 22 23
+      st_shared_f2(sums + 32, own(lower[3], 2), own(lower[1], 2));                               // 33 13
+    }
+    __syncwarp();
+    if (at.lane == 0) mbar_arrive(now);
+    buf.next();
   }
+}
 
-  if (warp >= kWarps) {  // streams mixed, where a sub-layer has ended; layer_in
-    give_registers<kLayer>();
-    previous_kernel_wait();
-    Turn<S> late;
-    Turn<kAhead> late_buf;
-    auto make_layer_in = [&](int it) {
-      mbar_wait(ready + 8 * late.at, late.phase);
-      const uint32_t line = smem + late.at * L::kStage + own_line, factors = smem + L::kPre + (late_buf.at * kOctet + t) * 32;
-      uint4 x[4];
-#pragma unroll
-      for (int s = 0; s < 4; ++s) x[s] = ld_u4(line + s * 1024);
-      const uint4 weight = ld_u4(smem + L::kWeight + (part * 32 + quad * 8) * 2);
-      mbar_wait(pre_bar + 8 * late_buf.at, late_buf.phase);
-      if (part == 0 && lane == 0) mbar_expect(pre_bar + 8 * late_buf.at, kOctet * 20);
-      const float4 pre = ld_f4(factors);
-      const float f = ld_f1(factors + 16);
-      auto made = [&](uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t g) {
-        const uint32_t v = pack_bf16(pre.x * bf16_lo(a) + pre.y * bf16_lo(b) + pre.z * bf16_lo(c) + pre.w * bf16_lo(d),
-                                     pre.x * bf16_hi(a) + pre.y * bf16_hi(b) + pre.z * bf16_hi(c) + pre.w * bf16_hi(d));
-        return pack_bf16(bf16_lo(v) * f * bf16_lo(g), bf16_hi(v) * f * bf16_hi(g));
-      };
-      const uint4 out = make_uint4(made(x[0].x, x[1].x, x[2].x, x[3].x, weight.x), made(x[0].y, x[1].y, x[2].y, x[3].y, weight.y),
-                                   made(x[0].z, x[1].z, x[2].z, x[3].z, weight.z), made(x[0].w, x[1].w, x[2].w, x[3].w, weight.w));
-      __syncwarp();
-      if (lane == 0) mbar_arrive(done + 8 * late.at);
-      const int token = (cluster + it * clusters) * kOctet + t;
-      if (token < p.tokens) *(uint4*)(p.layer_in + (int64_t)token * kD + channel) = out;
-      late.next(), late_buf.next();
-    };
-    Turn<S> turn;
-    constexpr int kLater = kAfter ? kLate : 0;
+// Sums of the warps, to the owners.
+template <bool kAfter>
+__device__ __forceinline__ void reduce(const Place<kAfter>& at, int reducer) {
+  using L = Layout<kAfter>;
+  const int i = reducer * 32 + at.lane, token = i / (kValues / 4), unit = i % (kValues / 4);
+  // Units 0..5 are the product's, of eight warps; the others gram's, of four.
+  const bool grams = unit >= 6;
+  const uint32_t from = keep(at.smem + (grams ? L::kGrams + token * 48 + (unit - 6) * 16 : L::kPartial + (token * kRow + 4 * unit) * 4));
+  const int each = grams ? kOctet * 48 : kOctet * kRow * 4, all = keep(grams ? kGramWarps * kOctet * 48 : kWarps * kOctet * kRow * 4);
+  const uint32_t to = at.smem + L::kOwn + (at.rank * kValues + 4 * unit) * 4;
+  const uint32_t even_to = keep(map_rank(to, token & 7)), even_bar = keep(map_rank(at.own(0), token & 7));
+  const uint32_t odd_to = keep(map_rank(to, (token & 7) + 8)), odd_bar = keep(map_rank(at.own(0), (token & 7) + 8));
+  Turn<L::kStages> turn, back;
+  Turn<kSums> buf;
+  Turn<kAhead / 2> slot;
 #pragma unroll 1
-    for (int it = 0; it < count + kLater; ++it) {
-      if (kAfter && it < count) {
-        const uint32_t at = smem + turn.at * L::kStage, line = at + own_line;
-        mbar_wait(full + 8 * turn.at, turn.phase);
-        const float4 post = ld_f4(at + L::kPost + t * 16);
+  for (int it = 0; it < at.count; ++it, turn.next(), buf.next()) {
+    mbar_wait(at.ready(turn.at), turn.phase);
+    float4 m = {};
+    if (token < kOctet) {
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        if (w == kGramWarps && grams) break;
+        const float4 v = ld_f4(from + buf.at * all + w * each);
+        m.x += v.x, m.y += v.y, m.z += v.z, m.w += v.w;
+      }
+    }
+    __syncwarp();
+    if (at.lane == 0) mbar_arrive(at.added(buf.at));
+    if (it == 0) cluster_wait();
+    // kAhead octets back layer_in is made here, so every owner has read what these sums overwrite, and may overwrite pre.
+    if (it >= kAhead) mbar_wait(at.done(back.at), back.phase), back.next();
+    if (token < kOctet)
+      send_f4((it & 1 ? odd_to : even_to) + slot.at * kRanks * kValues * 4, m, (it & 1 ? odd_bar : even_bar) + 8 * slot.at);
+    if (it & 1) slot.next();
+  }
+}
+
+// pre, post and the norm's factor of the own tokens; of two warps each does every second one.
+template <bool kAfter>
+__device__ __forceinline__ void own_tokens(const Place<kAfter>& at, const Params& p, int first) {
+  using L = Layout<kAfter>;
+  // Lane i has the values 2 i and 2 i + 1 of the 34.
+  const int lane = at.lane, rank = at.rank;
+  const float factor = lane < 2 ? p.scale[0] : lane < 4 ? p.scale[1] : p.scale[2];
+  const float2 base = lane < 12 ? *(const float2*)(p.base + 2 * lane) : make_float2(0, 0);
+  const uint32_t pre_to = keep(map_rank(at.smem + L::kPre + (rank & 7) * 32, lane & 15)), pre_bar_to = keep(map_rank(at.pre(0), lane & 15));
+  const uint32_t grams = at.smem + L::kGram + first * 48, values = keep(at.smem + L::kOwn + min(lane, 16) * 8);
+  const int own = (at.count - (rank >> 3) + 1) / 2;
+  // Both warps have done the tokens of n's group of 32. Neighbouring groups have barriers of their own, for one warp may
+  // be in the next before the other has ended this one; more than that they cannot be apart.
+  auto group_done = [](int n) {
+    if (n & 32)
+      asm volatile("bar.arrive 4, 96;" ::: "memory");
+    else
+      asm volatile("bar.arrive 3, 96;" ::: "memory");
+  };
+  previous_kernel_wait();
+#pragma unroll 1
+  for (int n = first; n < own; n += 2) {
+    constexpr int kSlots = kAhead / 2;
+    const int it = 2 * n + (rank >> 3), slot = n % kSlots, buf = it % kAhead;
+    const int token = (at.cluster + it * at.clusters) * kOctet + (rank & 7);
+    mbar_wait(at.own(slot), n / kSlots & 1);
+    const uint32_t from = values + slot * kRanks * kValues * 4;
+    float2 v[4] = {};  // in a fixed order, four chains
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) {
+      const float2 x = ld_f2(from + r * kValues * 4);
+      v[r & 3].x += x.x, v[r & 3].y += x.y;
+    }
+    const float2 sum = make_float2((v[0].x + v[1].x) + (v[2].x + v[3].x), (v[0].y + v[1].y) + (v[2].y + v[3].y));
+    if (lane >= 12 && lane < 17) st_shared_f2(grams + (lane - 12) * 8, sum.x, sum.y);
+    __syncwarp();
+    if (lane == 0) mbar_expect(at.own(slot), kRanks * kValues * 4);
+    const float4 g0 = ld_f4(grams), g1 = ld_f4(grams + 16);  // 00 01 02 03, 11 12 22 23
+    const float2 g3 = ld_f2(grams + 32);                     // 33 13
+    const float r = rsqrtf(((g0.x + g1.x) + (g1.z + g3.x)) * (1.0f / (4 * kD)) + p.norm_eps) * factor;
+    const float2 x = make_float2(sum.x * r + base.x, sum.y * r + base.y), s = make_float2(sigmoid(x.x), sigmoid(x.y));
+    if (lane >= 4 && lane < 12) st_shared_f2(at.smem + L::kWaiting + (n & 63) * 80 + (lane - 4) * 8, x.x, x.y);
+    if ((n & 31) >= 30 || n + 2 >= own) group_done(n);
+    auto pre_of = [&](int i) { return __shfl_sync(~0u, (i & 1 ? s.y : s.x) + p.eps, i >> 1); };
+    const float4 pre = make_float4(pre_of(0), pre_of(1), pre_of(2), pre_of(3));
+    if (lane < kRanks) send_f4(pre_to + buf * kOctet * 32, pre, pre_bar_to + 8 * buf);
+    const float squares = pre.x * (pre.x * g0.x + 2 * ((pre.y * g0.y + pre.z * g0.z) + pre.w * g0.w)) +
+                          pre.y * (pre.y * g1.x + 2 * (pre.z * g1.y + pre.w * g3.y)) +
+                          (pre.z * (pre.z * g1.z + 2 * (pre.w * g1.w)) + pre.w * pre.w * g3.x);
+    const float f = rsqrtf(fmaxf(squares, 0.0f) * (1.0f / kD) + p.norm_eps);
+    if (lane < kRanks) send_f1(pre_to + buf * kOctet * 32 + 16, f, pre_bar_to + 8 * buf);
+    if (lane >= 2 && lane < 4 && token < p.tokens)
+      *(float2*)(p.post_out + (int64_t)token * 4 + 2 * lane - 4) = make_float2(2 * s.x, 2 * s.y);
+  }
+  if (first == 1 && own % 32 == 1) group_done(own);  // none of the last group's
+}
+
+template <bool kAfter>
+__device__ __forceinline__ void sinkhorns(const Place<kAfter>& at, const Params& p) {
+  using L = Layout<kAfter>;
+  previous_kernel_wait();
+  const int own = (at.count - (at.rank >> 3) + 1) / 2;
+  for (int n = 0; n < own; n += 32) {
+    if (n & 32)
+      asm volatile("bar.sync 4, 96;" ::: "memory");
+    else
+      asm volatile("bar.sync 3, 96;" ::: "memory");
+    const int64_t token = ((int64_t)at.cluster + (int64_t)(2 * (n + at.lane) + (at.rank >> 3)) * at.clusters) * kOctet + (at.rank & 7);
+    if (n + at.lane >= own || token >= p.tokens) continue;
+    float m[16];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 row = ld_f4(at.smem + L::kWaiting + ((n + at.lane) & 63) * 80 + i * 16);
+      m[4 * i] = row.x, m[4 * i + 1] = row.y, m[4 * i + 2] = row.z, m[4 * i + 3] = row.w;
+    }
+    sinkhorn(m, p.eps, p.rounds);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      *(float4*)(p.comb_out + token * 16 + 4 * i) = make_float4(m[4 * i], m[4 * i + 1], m[4 * i + 2], m[4 * i + 3]);
+  }
+}
+
+template <bool kAfter>
+__device__ __forceinline__ void load(const Place<kAfter>& at, const Params& p, const CUtensorMap* streams_map, const CUtensorMap* y_map) {
+  using L = Layout<kAfter>;
+  constexpr int S = L::kStages;
+  previous_kernel_wait();
+  Turn<S> turn;
+#pragma unroll 1
+  for (int it = 0, token0 = at.cluster * kOctet; it < at.count; ++it, token0 += at.clusters * kOctet, turn.next()) {
+    const int valid = min(kOctet, p.tokens - token0);
+    const uint32_t to = at.smem + turn.at * L::kStage, bar = at.full(turn.at);
+    if (it >= S) mbar_wait(at.done(turn.at), turn.phase ^ 1);
+    mbar_expect(bar, (kAfter ? L::kPost + valid * 80 : L::kY) + (it == 0 ? kChannels * 2 : 0));
+    if (it == 0) bulk_load(at.smem + L::kWeight, p.weight + at.rank * kChannels, kChannels * 2, bar);
+    load_streams(to, streams_map, token0, at.rank * 4, bar);
+    if (kAfter) {
+      load_y(to + L::kY, y_map, token0, at.rank * 4, bar);
+      bulk_load(to + L::kPost, p.post + (int64_t)token0 * 4, valid * 16, bar);
+      bulk_load(to + L::kComb, p.comb + (int64_t)token0 * 16, valid * 64, bar);
+    }
+  }
+}
+
+// Mixed streams, to global memory.
+template <bool kAfter>
+__device__ __forceinline__ void store(const Place<kAfter>& at, const CUtensorMap* out_map) {
+  using L = Layout<kAfter>;
+  previous_kernel_wait();
+  Turn<L::kStages> turn, back;
+#pragma unroll 1
+  for (int it = 0, token0 = at.cluster * kOctet; it < at.count; ++it, token0 += at.clusters * kOctet, turn.next()) {
+    mbar_wait(at.mixed(turn.at), turn.phase);
+    store_streams(out_map, token0, at.rank * 4, at.smem + turn.at * L::kStage);
+    if (it == 0) continue;
+    wait_stores_read<1>();
+    mbar_arrive(at.done(back.at));
+    back.next();
+  }
+  wait_stores_read<0>();  // nobody loads into the last stage
+}
+
+// Streams mixed, where a sub-layer has ended; layer_in.
+template <bool kAfter>
+__device__ __forceinline__ void layer(const Place<kAfter>& at, const Params& p) {
+  using L = Layout<kAfter>;
+  const int part = at.warp - kWarps, t = at.token(), channel = at.rank * kChannels + part * 32 + (at.lane & 3) * 8;
+  const uint32_t line = at.line(part), factors = keep(at.smem + L::kPre + t * 32);
+  int token = keep(at.cluster * kOctet + t);
+  const int step = at.clusters * kOctet;
+  previous_kernel_wait();
+  mbar_wait(at.full(0), 0);  // the norm's weights came with the first octet
+  const uint32_t weights = keep(at.smem + L::kWeight + (part * 32 + (at.lane & 3) * 8) * 2);
+  uint4 weight = ld_u4(weights);
+  Turn<L::kStages> late;
+  Turn<kAhead> late_buf;
+  auto make_layer_in = [&]() {
+    if (!kAfter) mbar_wait(at.full(late.at), late.phase);
+    uint4 x[4];
+#pragma unroll
+    for (int s = 0; s < 4; ++s) x[s] = ld_u4(line + late.at * L::kStage + s * 1024);
+    const uint32_t bar = at.pre(late_buf.at);
+    if (kAfter) weight = ld_u4(weights);  // for want of registers
+    mbar_wait(bar, late_buf.phase);
+    const float4 pre = ld_f4(factors + late_buf.at * kOctet * 32);
+    const float f = ld_f1(factors + late_buf.at * kOctet * 32 + 16);
+    if (part == 0 && at.lane == 0) mbar_expect(bar, kOctet * 20);
+    auto made = [&](uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t g) {
+      const uint32_t v = pack_bf16(pre.x * bf16_lo(a) + pre.y * bf16_lo(b) + pre.z * bf16_lo(c) + pre.w * bf16_lo(d),
+                                   pre.x * bf16_hi(a) + pre.y * bf16_hi(b) + pre.z * bf16_hi(c) + pre.w * bf16_hi(d));
+      return pack_bf16(bf16_lo(v) * f * bf16_lo(g), bf16_hi(v) * f * bf16_hi(g));
+    };
+    const uint4 out = make_uint4(made(x[0].x, x[1].x, x[2].x, x[3].x, weight.x), made(x[0].y, x[1].y, x[2].y, x[3].y, weight.y),
+                                 made(x[0].z, x[1].z, x[2].z, x[3].z, weight.z), made(x[0].w, x[1].w, x[2].w, x[3].w, weight.w));
+    __syncwarp();
+    if (at.lane == 0) mbar_arrive(at.done(late.at));
+    if (token < p.tokens) *(uint4*)(p.layer_in + (int64_t)token * kD + channel) = out;
+    token += step;
+    late.next(), late_buf.next();
+  };
+  if constexpr (!kAfter) {
+#pragma unroll 1
+    for (int it = 0; it < at.count; ++it) make_layer_in();
+  } else {
+    const uint32_t y_line = keep(line + L::kY - (part >> 1) * 3072);
+    Turn<L::kStages> turn;
+#pragma unroll 1
+    for (int it = 0; it < at.count + kLate; ++it) {
+      if (it < at.count) {
+        const uint32_t ends = at.smem + turn.at * L::kStage, from = line + turn.at * L::kStage;
+        mbar_wait(at.full(turn.at), turn.phase);
+        const float4 post = ld_f4(ends + L::kPost + t * 16);
         float4 c[4];
 #pragma unroll
-        for (int s = 0; s < 4; ++s) c[s] = ld_f4(at + L::kComb + t * 64 + s * 16);
+        for (int s = 0; s < 4; ++s) c[s] = ld_f4(ends + L::kComb + t * 64 + s * 16);
 #pragma unroll 1
         for (int h = 0; h < 2; ++h) {  // four channels at a time, for want of registers; odd tokens the other way round: banks
           const uint32_t half = ((h ^ t) & 1) * 8;
-          const uint2 y = ld_u2((at + L::kY + own_line - (part >> 1) * 3072) ^ half);
+          const uint2 y = ld_u2((y_line + turn.at * L::kStage) ^ half);
           uint2 x[4];
 #pragma unroll
-          for (int s = 0; s < 4; ++s) x[s] = ld_u2((line + s * 1024) ^ half);
+          for (int s = 0; s < 4; ++s) x[s] = ld_u2((from + s * 1024) ^ half);
           auto mix = [&](uint32_t y2, uint32_t& x0, uint32_t& x1, uint32_t& x2, uint32_t& x3) {
             const uint32_t old[4] = {x0, x1, x2, x3};
             float lo[4] = {post.x * bf16_lo(y2), post.y * bf16_lo(y2), post.z * bf16_lo(y2), post.w * bf16_lo(y2)};
@@ -445,81 +596,78 @@ __global__ void __launch_bounds__(kThreads, 1)
           mix(y.x, x[0].x, x[1].x, x[2].x, x[3].x);
           mix(y.y, x[0].y, x[1].y, x[2].y, x[3].y);
 #pragma unroll
-          for (int s = 0; s < 4; ++s) st_u2((line + s * 1024) ^ half, x[s]);
+          for (int s = 0; s < 4; ++s) st_u2((from + s * 1024) ^ half, x[s]);
         }
         fence_async();  // the copy engine reads here, then writes
         __syncwarp();
-        if (lane == 0) mbar_arrive(mixed + 8 * turn.at);
+        if (at.lane == 0) mbar_arrive(at.mixed(turn.at));
         turn.next();
       }
-      if (it >= kLater) make_layer_in(it - kLater);
+      if (it >= kLate) make_layer_in();
     }
-    return;
   }
+}
 
-  take_registers<kProduct>();
-  uint4 w[3][8];  // rows 0..15 of hi; 16..23 of hi and 0..7 of lo; 8..23 of lo. Step 2 * stream + half
-#pragma unroll
-  for (int m = 0; m < 3; ++m)
-#pragma unroll
-    for (int k = 0; k < 8; ++k) w[m][k] = __ldg(p.fn + ((rank * kWarps + warp) * 24 + m * 8 + k) * 32 + lane);
+}  // namespace
 
-  // These warps do not wait for the kernel ahead: weights were there before it, and all else comes by way of the loading warp.
-  const uint32_t loaded = kAfter ? mixed : full, zero = p.tokens >> 31;
-  Turn<S> turn;
-  Turn<kSums> buf;
-  uint4 x[4];
-  auto load = [&]() {
-    const uint32_t line = smem + turn.at * L::kStage + own_line;
-#pragma unroll
-    for (int s = 0; s < 4; ++s) x[s] = ld_u4(line + s * 1024);
-  };
-  mbar_wait(loaded, 0);
-  load();
-#pragma unroll 1
-  for (int it = 0; it < count; ++it) {
-    const uint32_t sums = smem + L::kPartial + (buf.at * kWarps + warp) * kOctet * kRow * 4, now = ready + 8 * turn.at;
-    float acc[3][4] = {}, upper[2][4] = {}, lower[4][4] = {};
-#pragma unroll
-    for (int s = 0; s < 4; ++s)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int m = 0; m < 3; ++m) mma(acc[m], w[m][2 * s + h], h ? x[s].z : x[s].x, h ? x[s].w : x[s].y);
-    // Products of the streams: on the rows two streams of all tokens, on the columns one. Copied by an operation, lest the
-    // compiler keep x itself in these registers' order and copy it for all products.
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      auto word = [&](int s, int i) { return (h ? i ? x[s].w : x[s].z : i ? x[s].y : x[s].x) ^ zero; };
-      const uint4 first = make_uint4(word(0, 0), word(1, 0), word(0, 1), word(1, 1));
-      const uint4 last = make_uint4(word(2, 0), word(3, 0), word(2, 1), word(3, 1));
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
-        if (s < 2) mma(upper[s], first, h ? x[s].z : x[s].x, h ? x[s].w : x[s].y);
-        mma(lower[s], last, h ? x[s].z : x[s].x, h ? x[s].w : x[s].y);
-      }
+template <bool kAfter>
+__global__ void __launch_bounds__(kThreads, 1)
+    mhc(const __grid_constant__ CUtensorMap streams_map, const __grid_constant__ CUtensorMap y_map,
+        const __grid_constant__ CUtensorMap out_map, const __grid_constant__ Params p) {
+  using L = Layout<kAfter>;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  const uint32_t smem = smem_u32(shared_bytes);
+  if (threadIdx.x < L::kBarriers) {
+    constexpr int S = L::kStages, first_own = 4 * S + kSums, first_pre = first_own + kAhead / 2;
+    const int i = threadIdx.x;
+    const uint32_t bar = smem + L::kBars + 8 * i;
+    // Who arrives once a turn: layer_in's warps and the storing one; product's and gram's; mixing ones; then (loads) one that
+    // says how many bytes come; adding ones; one that expects bytes again when it has read the last ones. A stage is loaded anew
+    // after `done` only: layer_in needs pre, pre the sums of all ranks, and those are this block's after its products have read.
+    mbar_init(bar, i < S                            ? kWarps + kAfter
+                   : i < 2 * S                      ? kWarps + kGramWarps
+                   : i < 3 * S                      ? kWarps
+                   : i >= 4 * S && i < first_own    ? kReducers
+                                                    : 1);
+    fence_barrier_init();
+    if (i >= first_own) mbar_expect(bar, i < first_pre ? kRanks * kValues * 4 : kOctet * 20);
+  }
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  __syncthreads();
+  cluster_arrive();  // who sends first waits for it
+
+  // Registers a thread of the kinds of warps, four warps each (product and layer_in: eight). All begin with 72; what one gives
+  // another takes. A value that finds no place is spilled to the little that is left of the L1 cache: 2 to 40 % of the time.
+  constexpr int kProduct = 136, kLayer = kAfter ? 56 : 40, kGram = kAfter ? 48 : 64, kSmall = kAfter ? 40 : 48, kLeast = kAfter ? 32 : 40;
+  static_assert(2 * kProduct + 2 * kLayer + kGram + kSmall + kLeast <= 7 * 72 && kThreads == 7 * 128);
+  const int four = threadIdx.x >> 7, warp = threadIdx.x >> 5 & 3;
+  if (four < kWarps / 4) {
+    take_registers<kProduct>();
+    product<kAfter>({smem, p}, p);
+  } else if (four < 2 * kWarps / 4) {
+    give_registers<kLayer>();
+    layer<kAfter>({smem, p}, p);
+  } else if (four == 2 * kWarps / 4) {
+    give_registers<kGram>();
+    gram<kAfter>({smem, p}, p);
+  } else if (four == 2 * kWarps / 4 + 1) {
+    give_registers<kSmall>();
+    const Place<kAfter> at(smem, p);
+    if (warp < 2) {
+      own_tokens(at, p, warp);
+    } else if (warp == 2) {
+      sinkhorns(at, p);
+    } else if (at.lane == 0) {
+      load(at, p, &streams_map, &y_map);
     }
-    if (it >= kSums) mbar_wait(added + 8 * buf.at, buf.phase ^ 1);
-    if (quad == group >> 1) {  // the diagonal: a token's streams with each other
-      auto own = [&](const float (&d)[4], int half) { return group & 1 ? d[half + 1] : d[half]; };
-      const uint32_t to = sums + (t * kRow + 24) * 4;
-      st_f4(to, own(upper[0], 0), own(upper[0], 2), own(lower[0], 0), own(lower[0], 2));       // 00 01 02 03
-      st_f4(to + 16, own(upper[1], 2), own(lower[1], 0), own(lower[2], 0), own(lower[2], 2));  // 11 12 22 23
-      st_shared_f2(to + 32, own(lower[3], 2), own(lower[1], 2));                               // 33 13
+  } else {
+    give_registers<kLeast>();
+    const Place<kAfter> at(smem, p);
+    if (warp < kReducers) {
+      reduce(at, warp);
+    } else if (kAfter && at.lane == 0) {
+      store(at, &out_map);
     }
-    turn.next();
-    if (it + 1 < count) mbar_wait(loaded + 8 * turn.at, turn.phase);
-    load();  // the next octet; after the last one, nothing of use
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {  // column: token of group 2 * quad + c
-      const uint32_t to = sums + (token_of(2 * quad + c) * kRow + group) * 4;
-      st_f1(to, acc[0][c] + acc[1][2 + c]);
-      st_f1(to + 32, acc[0][2 + c] + acc[2][c]);
-      st_f1(to + 64, acc[1][c] + acc[2][2 + c]);
-    }
-    __syncwarp();
-    if (lane == 0) mbar_arrive(now);
-    buf.next();
   }
 }
 
