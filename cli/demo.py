@@ -6,9 +6,12 @@ Asks as any client would, over HTTP, and reads the router's /metrics before and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import http.client
 import json
 import math
+import os
 import re
 import shlex
 import statistics
@@ -17,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
@@ -72,18 +76,46 @@ def demo(config: Config, *, prompt: str, once: bool) -> int:
     checkpoint = ensure_demo()
     _tell("checkpoint", str(checkpoint))
     changes: dict[str, object] = {"model.path": str(checkpoint), "model.served_names": [NAME]}
-    if config.router.port == RouterSection().port and not is_free(config.router.host, config.router.port):
-        changes["router.port"] = 0
-    config = complete(replace(config, changes))
-    log_path = default_cache() / "demo.log"
-    try:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        log = log_path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {log_path}: {error.strerror}; XDG_CACHE_HOME names another place") from error
-    with log:
-        _tell("log", str(log_path))
+    with open_log(default_cache()) as (log, is_first):
+        at_default = config.router.port == RouterSection().port
+        if at_default and not (is_first and is_free(config.router.host, config.router.port)):
+            changes["router.port"] = 0
+        config = complete(replace(config, changes))
+        _tell("log", log.name)
         return asyncio.run(_Demo(config, prompt, once, log).run())
+
+
+@contextlib.contextmanager
+def open_log(folder: Path) -> Iterator[tuple[TextIO, bool]]:
+    """An empty log for this demo alone, and whether no other one of this user runs: a second, whose log is named after
+    its process, must not take the default port that the first is about to take.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    path = folder / "demo.log"
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context(path.open("a", encoding="utf-8"))
+            is_first = _lock(log)
+            if is_first:
+                log.truncate(0)
+            else:
+                path = folder / f"demo-{os.getpid()}.log"
+                log = stack.enter_context(path.open("w", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}; XDG_CACHE_HOME names another place") from error
+        yield log, is_first
+
+
+def _lock(file: TextIO) -> bool:
+    """Whether the file is this process's now, until it closes it or ends however."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _Demo:

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 from ..config.resolve import Host
-from ..core.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
 def inspect_host(*, device_is_open: bool = True) -> Host:
     """Cores that this process may use, memory, and, if the device is open to choice, whether there is a GPU to take."""
+    from ..engine.build import has_gpu
+
     return Host(
         num_cores=len(os.sched_getaffinity(0)),
         free_memory_bytes=_free_memory_bytes(),
-        has_gpu=device_is_open and _has_gpu(),
+        has_gpu=device_is_open and has_gpu(),
     )
-
-
-def _has_gpu() -> bool:
-    from ..engine.build import hopper_device
-
-    try:
-        hopper_device()
-    except ConfigError as error:
-        logger.info("host.no_gpu reason=%s", error)
-        return False
-    return True
 
 
 def _free_memory_bytes() -> int:

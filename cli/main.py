@@ -150,7 +150,7 @@ def _add_arithmetic(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu-memory-utilization", dest="cache.gpu_memory_utilization", metavar="PART",
-        help="of the GPU's memory, for one worker (default 0.9 divided by the workers that serve starts)",
+        help="of the GPU's memory, for each worker (0, the default: 0.9, divided by the workers of serve)",
     )  # fmt: skip
     parser.add_argument("--max-model-len", dest="model.max_model_len", metavar="TOKENS", help="prompt and output")
     parser.add_argument(

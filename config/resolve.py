@@ -50,7 +50,9 @@ def resolve(config: Config, host: Host) -> Config:
     model = config.model
     chosen: dict[str, object] = {}
     if model.device == "auto":
-        chosen["model.device"] = "cuda" if host.has_gpu else "cpu"
+        # Other formats have no kernels there: slow, and bits that depend on the batch. Only who says cuda gets that.
+        has_kernels = model.dtype in ("auto", "bf16") and model.kv_dtype in ("auto", "fp8")
+        chosen["model.device"] = "cuda" if host.has_gpu and has_kernels else "cpu"
     device = chosen.get("model.device", model.device)
     if model.dtype == "auto":
         # The weights were trained so; fp32 is for the oracle.

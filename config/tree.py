@@ -23,7 +23,8 @@ class ModelSection:
     served_names: tuple[str, ...] = ()
     """Names that requests may use, the first the default; empty: the directory's name."""
     device: DeviceName = "auto"
-    """auto: cuda where the process sees a GPU that the kernels are for and can compile them, else cpu."""
+    """auto: cuda where the process sees a GPU that the kernels are for, can compile them, and they know the formats
+    (bf16 with fp8 pages); else cpu."""
     dtype: ComputeDtype = "auto"
     """Rounding of activations between operations; fp32 exists to be judged by the oracle."""
     kv_dtype: KvDtype = "auto"

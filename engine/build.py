@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..config.resolve import size_pools
-from ..config.tree import Config
+from ..config.tree import CacheSection, Config
 from ..core.blocks import BLOCK_TOKENS
 from ..core.clock import Clock
 from ..core.errors import ConfigError
@@ -114,6 +114,17 @@ def hopper_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def has_gpu() -> bool:
+    """Whether the engine can compute on a GPU of this process; why not, if not, is logged."""
+    try:
+        hopper_device()
+    except (ConfigError, RuntimeError) as error:  # the latter from a driver that does not answer
+        present = torch.cuda.is_available()
+        logger.log(logging.WARNING if present else logging.INFO, "engine.no_gpu present=%s reason=%s", present, error)
+        return False
+    return True
+
+
 def device_ops(layout: CacheLayout, *, bf16: bool, batch_invariant: bool) -> PlainOps:
     """Kernels where they know the page formats, else plain tensors on the device, whose bits depend on the batch."""
     formats = (EntryFormat[entry.name.upper()] for entry in (layout.kv_entry, layout.index_entry))
@@ -171,7 +182,8 @@ def forward_pass(
 
 
 def gpu_pool_bytes(config: Config, device: torch.device) -> int:
-    """What is left of a worker's part of the GPU for its pools, once its model is there and its steps were warmed.
+    """What is left of a worker's part of the GPU for its pools: a bound at first, and once the model is there and its
+    steps were warmed, the size.
 
     Raises:
         ConfigError: nothing is.
@@ -180,14 +192,18 @@ def gpu_pool_bytes(config: Config, device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     transfer = config.transfer
     buffers = (transfer.num_send_buffers + transfer.num_landing_buffers) * transfer.segment_bytes
-    # What the allocator holds are the weights, and the most that a step of padding took.
+    # What the allocator holds: weights, and the most that a step of padding took, if there was one.
     taken = torch.cuda.memory_reserved(device)
     left = min(int(total * part) - taken, free) - buffers - GPU_STEP_BYTES
-    logger.info("engine.gpu_memory total=%d part=%s taken=%d free=%d pools=%d", total, part, taken, free, left)
     if left <= 0:
+        which = (
+            f"only {free} of the GPU's {total} bytes are free, others hold the rest"
+            if free < int(total * part) - taken
+            else f"cache.gpu_memory_utilization is {part} of the GPU's {total} bytes: raise it"
+        )
         raise ConfigError(
-            f"cache.gpu_memory_utilization is {part}: of {total} bytes the weights and a step take {taken}, transfer "
-            f"buffers {buffers}, {free} are free, which leaves nothing for the pools: raise it, or say memory_bytes"
+            f"{which}; weights and a step take {taken}, transfer buffers {buffers}, graphs and long contexts "
+            f"{GPU_STEP_BYTES}, and nothing is left for the pools"
         )
     return left
 
@@ -219,13 +235,19 @@ def build_engine(
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         max_model_len=max_model_len,
     )
-    measured = device.type != "cpu" and config.cache.memory_bytes == 0
-    if not measured:
-        sized(config.cache)  # refuses what does not fit before the weights are loaded
+
+    def pool_sizes() -> CacheSection:
+        given = config.cache
+        counted = given.history_pages and given.window_pages and given.state_rows and given.snapshot_rows
+        if device.type == "cpu" or given.memory_bytes or counted:
+            return sized(given)
+        return sized(dataclasses.replace(given, memory_bytes=gpu_pool_bytes(config, device)))
+
+    cache = pool_sizes()  # refuses what cannot fit before the weights are loaded
     weights = load_weights(path, model_config, progress)
     computing = forward_pass(config, model_config, weights, layout, device, max_model_len)
-    memory_bytes = gpu_pool_bytes(config, device) if measured else config.cache.memory_bytes
-    cache = sized(dataclasses.replace(config.cache, memory_bytes=memory_bytes))
+    if device.type != "cpu":
+        cache = pool_sizes()  # less is free now
     num_pages = {
         PoolKind.HISTORY: cache.history_pages,
         PoolKind.WINDOW: cache.window_pages,

@@ -33,6 +33,9 @@ log = logging.getLogger("headrace.router")
 KEEP_ALIVE_S = 120
 """Longer than the idle time after which load generators and proxies reuse a connection."""
 
+LISTEN_BACKLOG = 2048
+"""Connections that wait to be accepted."""
+
 SECRETS = ("api_keys",)
 
 
@@ -185,6 +188,8 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        # Two that only bind are not told of each other; the second that listens is, here and not somewhere in a server.
+        sock.listen(LISTEN_BACKLOG)
     except OSError as error:
         sock.close()
         raise ConfigError(f"router.host, router.port: cannot listen on {host}:{port}: {error.strerror}") from error

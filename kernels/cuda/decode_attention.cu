@@ -65,7 +65,7 @@ namespace {
 
 constexpr int kTile = 64, kRowBytes = 576;
 constexpr int kPieces = 9, kRing = 7;  // pieces of 16 bytes that a thread has of a tile, and how many of them the ring has room for
-constexpr int kQBlocks = 7;            // of q's eight blocks of 64 channels: the last one is read from registers
+constexpr int kQBlocks = 7;            // of q's eight blocks of 64 channels: the last one's place holds probabilities later
 constexpr uint32_t kQ = 0, kRaw = kQBlocks * 8192;  // the ring: [7][256 threads] of 16 bytes
 constexpr uint32_t kK = kRaw + kRing * 4096, kKBytes = 65536, kP = kK + 2 * kKBytes;
 constexpr uint32_t kAlpha = kP + 8192;       // [2][64] fp32

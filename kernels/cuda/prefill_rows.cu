@@ -25,8 +25,8 @@ constexpr uint32_t kNote = kBias + kNotes * 256;              // [kNotes] of wha
 constexpr uint32_t kBars = kNote + kNotes * 8;                // full, empty [2 tiles][2 halves]; q full, q empty [2 halves]; weights; notes
 constexpr uint32_t kSmemBytes = kBars + 8 * (13 + kNotes);
 
-// What a note says of a tile: its place in the query, the buffer it lies in; kNone: before the first tile. Queries alternate in kQueryParity, loads of a buffer in
-// kLoadParity, as the phases of their barriers do.
+// What a note says of a tile: its place in the query, the buffer it lies in; kNone: before the first tile. Queries alternate in
+// kQueryParity, loads of a buffer in kLoadParity, as the phases of their barriers do.
 constexpr int kFirst = 1, kSecond = 2, kLast = 4, kLeaves = 8, kBuffer = 16, kLoadParity = 32, kNone = 64, kEnd = 128, kQueryParity = 256;
 
 __device__ __forceinline__ bool all_of_group(int barrier, bool v) {  // whether all 128 threads say so

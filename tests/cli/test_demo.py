@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from headrace.cli.demo import Answer, Shipment, events, farewell, report, samples, shipment
+from headrace.cli.demo import Answer, Shipment, events, farewell, open_log, report, samples, shipment
 
 BEFORE = """\
 # HELP headrace:kv_transfer_bytes_total Bytes of pages shipped
@@ -26,6 +27,21 @@ headrace:kv_transfer_tail_seconds_sum{transport="nixl/UCX tcp"} 0.2525
 headrace:request_prefill_time_seconds_sum{path="pair"} 1.031
 headrace:migrations_total 0.0
 """
+
+
+def test_a_second_demo_has_its_own_log_and_leaves_the_default_port(tmp_path: Path):
+    """The first keeps both however soon the second comes; once it has ended, the next is first, with an empty log."""
+    with open_log(tmp_path) as (first, is_first):
+        first.write("of the first\n")
+        first.flush()
+        with open_log(tmp_path) as (second, is_first_too):
+            assert (is_first, is_first_too) == (True, False)
+            assert second.name != first.name
+        assert Path(first.name).read_text() == "of the first\n"
+    with open_log(tmp_path) as (third, is_first):
+        assert is_first
+        assert third.name == first.name
+        assert Path(third.name).read_text() == ""
 
 
 def test_samples_are_read_with_their_labels():

@@ -51,6 +51,13 @@ def test_auto_on_a_gpu_is_cuda_and_pools_wait_for_what_is_left():
     assert resolve(config, GPU_HOST) == config
 
 
+@pytest.mark.parametrize("flags", [{"model.dtype": "fp32"}, {"model.kv_dtype": "bf16"}, {"model.kv_dtype": "fp32"}])
+def test_auto_takes_no_gpu_without_kernels_for_the_format(flags: dict[str, str]):
+    """It would be slow there, and bits would depend on the batch; who says cuda gets it."""
+    assert resolve(load(flags=flags), GPU_HOST).model.device == "cpu"
+    assert resolve(load(flags=flags | {"model.device": "cuda"}), GPU_HOST).model.device == "cuda"
+
+
 def test_what_was_said_stays():
     """Also where it cannot work here: the engine says so by name, no other device is taken in silence."""
     assert resolve(load(flags={"model.device": "cuda"}), LAPTOP).model.device == "cuda"

@@ -17,6 +17,7 @@ from headrace.config.tree import Config, ModelSection, RouterSection
 from headrace.core.errors import ConfigError
 from headrace.router import connection as connection_module
 from headrace.router import http as http_module
+from headrace.router import main as main_module
 from headrace.router.main import Router
 from headrace.router.served_model import detect_profile, load_served_model
 
@@ -50,6 +51,12 @@ def test_process_says_where_it_listens_and_leaves_on_a_signal(checkpoint):
         socket.create_connection((host, int(port)), timeout=5).close()
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
+
+
+def test_the_second_of_two_that_start_at_once_is_refused():
+    """Before either serves: not told, it would say that it listens, and its clients would be answered by the other."""
+    with main_module._bind("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="cannot listen on"):
+        main_module._bind("127.0.0.1", first.getsockname()[1])
 
 
 def test_taken_port_is_a_clear_error(checkpoint):
