@@ -31,7 +31,7 @@ using namespace hr;
 struct List {
   const uint8_t* pages;    // base of page 0
   int64_t page_stride;     // bytes
-  int64_t num_slots;       // slots outside [0, num_slots) are skipped
+  int64_t num_slots;       // slot -1 is none, any other outside [0, num_slots) breaks the token
   const int32_t* slots;    // [B, width]
   int64_t slots_stride;    // elements
   const int32_t* lengths;  // [B], entries of the row in use; null: no such list
@@ -76,7 +76,8 @@ constexpr uint32_t kTurn = kSink + 256;      // [64] fp32: cosines and sines of 
 constexpr uint32_t kScales = kTurn + 256;    // [2][64] of 8 bytes: of the rows of a tile, before they are converted
 constexpr uint32_t kSlots = kScales + 1024;  // [2][256 threads]: slots of four tiles, and of the next four
 constexpr uint32_t kBars = kSlots + 2048;    // 7 mbarriers
-constexpr uint32_t kSmemBytes = kBars + 56;
+constexpr uint32_t kLost = kBars + 56;       // whether a list named a slot that does not exist
+constexpr uint32_t kSmemBytes = kBars + 64;
 constexpr float kUnscale = 4294967296.0f;    // 2^32
 
 #ifdef HR_TRACE  // a build for looking at one launch: clock readings, [block][warp-group][event]
@@ -125,7 +126,7 @@ __device__ __forceinline__ const int32_t* slot_place(const Params& p, const Cut&
 }
 __device__ __forceinline__ int32_t slot_of(const Params& p, const Cut& c, int token, int tile, int row) {
   const int32_t* at = slot_place(p, c, token, tile, row);
-  return at ? __ldg(at) : -1;
+  return at ? ld_int(at) : -1;
 }
 // The same slot, read before the lengths were known, as if both lists were full: -1 if it lies past the end.
 __device__ __forceinline__ int32_t cropped(const Cut& c, int tile, int row, int32_t slot) {
@@ -133,11 +134,6 @@ __device__ __forceinline__ int32_t cropped(const Cut& c, int tile, int row, int3
   tile += c.first;
   const int e = (tile < c.tiles0 ? tile : tile - c.tiles0) * kTile + row;
   return e < (tile < c.tiles0 ? c.n0 : c.n1) ? slot : -1;
-}
-
-// A slot outside the pool is none.
-__device__ __forceinline__ int32_t checked(const Params& p, const Cut& c, int tile, int32_t slot) {
-  return slot < p.list[c.first + tile >= c.tiles0].num_slots ? slot : -1;
 }
 
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
@@ -209,8 +205,12 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
     }
   };
   const uint32_t slot_ring = smem + kSlots + (tid & ~31) * 4;
+  bool lost = false;  // a slot was met that is none of the pool's, nor -1, which stands for no entry
   auto slot_at = [&](int tile) {
-    return checked(p, c, tile, (int32_t)ld_u1(slot_ring + (tile & 4) * 256 + ((tile & 3) * 8 + own) * 4));
+    const uint32_t slot = ld_u1(slot_ring + (tile & 4) * 256 + ((tile & 3) * 8 + own) * 4);
+    const bool known = slot < p.list[c.first + tile >= c.tiles0].num_slots;
+    lost |= !known && slot != ~0u;
+    return known ? (int32_t)slot : -1;
   };
   st_shared_b32(slot_ring + lane * 4, slots);
   st_shared_b32(slot_ring + 1024 + lane * 4, later);
@@ -297,6 +297,7 @@ __device__ __forceinline__ void produce(const Params& p, const Cut& c, uint32_t 
       if (!kFirst || k < kRing) load((k + kAhead) % kPieces, at);
     }
     HR_MARK(6 + 4 * it);
+    if (lost) st_shared_b32(smem + kLost, 1);
     fence_async();
     __syncwarp();
     if (lane == 0) mbar_arrive(full + 8 * buf);
@@ -501,6 +502,10 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
         wgmma_wait<1>();  // what lies in the first half is written while the second is multiplied
       else
         wgmma_wait<0>();
+      if (half == 0)
+        settled(half_of<0>(o));
+      else
+        settled(half_of<N / 64 - 1>(o));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float v[32];
@@ -518,6 +523,7 @@ __device__ __forceinline__ void finish(const Params& p, uint32_t smem, float (&o
     static_assert(C * kHeads * 1024 <= kK - kQ && C * kHeads * 16 <= kSink - kNotes, "no room for what the blocks send");
     auto region = [&](int from) { return smem + kQ + from * kHeads * 1024; };  // [16 of 32 channels][kHeads][4 lanes] of 16 bytes
     wgmma_wait<0>();
+    settled(o);
     cluster_wait();  // q and the ring of every block are used up
     HR_MARK(58);
 #pragma unroll
@@ -621,6 +627,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     mbar_init(p_full, 4);
     mbar_init(p_empty, 4);
     mbar_init(q_full, 1);
+    st_shared_b32(smem + kLost, 0);
     fence_barrier_init();
   }
   // Whatever does not need the lengths is under way before they are here: slots as if both lists were full.
@@ -640,11 +647,11 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
   HR_MARK(0);
   int32_t slots = -1, later = -1;
   if (group >= 2) {
-    if (at_slots) slots = __ldg(at_slots);
-    if (at_later) later = __ldg(at_later);
+    if (at_slots) slots = ld_int(at_slots);
+    if (at_later) later = ld_int(at_later);
   }
-  int n0 = at_n0 ? __ldg(at_n0) : 0, n1 = at_n1 ? __ldg(at_n1) : 0;
-  const bool broken = n0 < 0 || n1 < 0;
+  int n0 = at_n0 ? ld_int(at_n0) : 0, n1 = at_n1 ? ld_int(at_n1) : 0;
+  const bool broken = n0 < 0 || n1 < 0 || n0 > p.list[0].width || n1 > p.list[1].width;
   n0 = min(max(n0, 0), p.list[0].width);
   n1 = min(max(n1, 0), p.list[1].width);
   const Cut c = cut_of(p, n0, n1, rank, C);
@@ -658,7 +665,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
   if (group == 1) {
     const int i = threadIdx.x & 63;
     if (threadIdx.x < 192) {
-      // A list of negative length is none: what would be made of it is NaN.
+      // A list of negative length, or of one that it has no room for, is none: what would be made of it is NaN.
       const float sink = p.sink && head0 + i < p.heads ? p.sink[head0 + i] : -INFINITY;
       ((float*)(shared_bytes + kSink))[i] = broken ? __int_as_float(0x7fffffff) : sink;
     } else if (p.raw_q || p.out8 || p.turn_out) {
@@ -746,6 +753,8 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       uint2 rows;  // bits: there is an entry
       asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(rows.x), "=r"(rows.y) : "r"(smem + kHeld + buf * 8));
       wgmma_wait<0>();
+      settled(s);
+      settled(o);  // of the product with the tile before, which is older
       HR_MARK(5 + 4 * it);
       if (together && it + 1 == c.count) cluster_arrive();
 
@@ -813,12 +822,14 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       // If the next tile is late, there is time to see this one through, so that its memory is free the sooner.
       if (held && !mbar_done(full + 8 * (buf ^ 1), ((it + 1) >> 1) & 1)) {
         wgmma_wait<0>();
+        settled(o);
         if (lane == 0) mbar_arrive(empty + 8 * buf);
         held = false;
       }
     }
     HR_MARK(60);
     if (together && c.count == 0) cluster_arrive();
+    if (ld_u1(smem + kLost)) l[0] = l[1] = __int_as_float(0x7fffffff);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       l[h] += __shfl_xor_sync(~0u, l[h], 1);
@@ -859,6 +870,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
       }
       if (it + 1 == c.count) break;
       wgmma_wait<0>();
+      settled(o);
       HR_MARK(5 + 4 * it);
       if (lane == 0) {
         mbar_arrive(empty + 8 * buf);
@@ -880,12 +892,15 @@ static cudaError_t launch(const Params& p, cudaStream_t stream) {
   CUtensorMap q_map;
   cudaError_t e = encode_heads(&q_map, p.q, p.heads, p.batch, p.q_stride_h, p.q_stride_t, 64, 1);
   if (e != cudaSuccess) return e;
-  static bool ready = false;
-  if (!ready) {
+  static bool ready[kMaxDevices];
+  int device;
+  e = this_device(&device);
+  if (e != cudaSuccess) return e;
+  if (!ready[device]) {
     e = cudaFuncSetAttribute(decode_attention<C, S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
     if (e == cudaSuccess && C > 8) e = cudaFuncSetAttribute(decode_attention<C, S>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (e != cudaSuccess) return e;
-    ready = true;
+    ready[device] = true;
   }
   cudaLaunchConfig_t cfg = {};
   cfg.gridDim = dim3(C * S, (p.heads + 63) / 64, p.batch);

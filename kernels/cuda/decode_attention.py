@@ -42,9 +42,11 @@ class EntryList:
     page_entries: int
     """N, a power of two."""
     slots_BW: Tensor
-    """int32 [B, W], page * N + position; a slot that is negative or past the last page is skipped. stride(1) = 1."""
+    """int32 [B, W], page * N + position, stride(1) = 1; -1 is skipped, anything else that is no slot of the pool breaks
+    its token."""
     lengths_B: Tensor
-    """int32 [B]: how many of the W are in use; 0 is legal. Less than 0: the list is broken, its result NaN."""
+    """int32 [B]: how many of the W are in use; 0 is legal. Less than 0 or more than W: the list is broken. What a
+    broken token gets is NaN."""
 
 
 class _List(ctypes.Structure):
@@ -103,7 +105,7 @@ def _list_of(entries: EntryList | None) -> _List:
     assert n & (n - 1) == 0
     assert entries.pages.dtype == torch.uint8
     assert entries.pages.stride(1) == 1
-    assert entries.pages.stride(0) % 16 == 0
+    assert entries.pages.stride(0) % 16 == entries.pages.data_ptr() % 16 == 0
     assert entries.pages.shape[1] >= n * ENTRY_BYTES
     assert entries.pages.shape[0] * entries.pages.stride(0) < 16 << 32  # places are 32 bits, in units of 16 bytes
     assert entries.slots_BW.dtype == torch.int32
@@ -142,7 +144,7 @@ def decode_attention(
     """Launches the kernel on the current stream; allocates nothing, never waits.
 
     Args:
-        q_BHD: [B, H, 512] bf16, stride(2) = 1, other strides multiples of 8; any H, done 64 at a time.
+        q_BHD: [B, H, 512] bf16, stride(2) = 1, rows at multiples of 16 bytes; any H, done 64 at a time.
         window, second: the two lists; a window of up to 128 entries first, then the selected or the 128:1 entries.
         sink_H: [H] fp32 or None. split: blocks that share each token, of SPLITS; None: by the token's own tiles.
         out_BHD: [B, H, 512] bf16, written unless `quantised` is given. lse_BH: [B, H] fp32, natural logarithm, or None.
@@ -154,7 +156,7 @@ def decode_attention(
         positions_B: [B] int64. cos_sin: [positions, 64] fp32, 32 cosines then 32 sines.
     """
     assert q_BHD.dtype == torch.bfloat16
-    assert q_BHD.stride(2) == 1
+    q_stride_t, q_stride_h = build.box_strides(q_BHD, "q")
     blocks = split or parts_of(sum(-(-x.slots_BW.shape[1] // TILE) for x in (window, second) if x is not None))
     assert blocks in SPLITS
     assert scale > 0
@@ -167,8 +169,8 @@ def decode_attention(
         assert cos_sin.is_contiguous()
     params = _Params(
         q=build.address(q_BHD),
-        q_stride_t=q_BHD.stride(0),
-        q_stride_h=q_BHD.stride(1),
+        q_stride_t=q_stride_t,
+        q_stride_h=q_stride_h,
         list=(_List * 2)(_list_of(window), _list_of(second)),
         sink=build.address(sink_H),
         positions=build.address(positions_B) if fused else None,
@@ -186,7 +188,8 @@ def decode_attention(
     )
     if quantised is not None:
         codes, scales = quantised
-        assert scales.stride(1) == 1
+        assert codes.stride(2) == scales.stride(1) == 1
+        assert codes.data_ptr() % 16 == codes.stride(0) % 16 == codes.stride(1) % 16 == 0
         params.out8, params.out8_stride_g, params.out8_stride_t = codes.data_ptr(), codes.stride(0), codes.stride(1)
         params.out8_scale, params.scale_stride_g, params.scale_stride_c = (
             scales.data_ptr(),
@@ -195,8 +198,9 @@ def decode_attention(
         )
     else:
         assert out_BHD is not None
-        assert out_BHD.stride(2) == 1
-        params.out, params.out_stride_t, params.out_stride_h = out_BHD.data_ptr(), out_BHD.stride(0), out_BHD.stride(1)
+        params.out, (params.out_stride_t, params.out_stride_h) = out_BHD.data_ptr(), build.box_strides(out_BHD, "out")
+    if not q_BHD.shape[0]:
+        return
     status = build.load("decode_attention.cu").hr_decode_attention(
         ctypes.byref(params), blocks, ctypes.c_void_p(build.current_stream())
     )
@@ -264,16 +268,19 @@ def decode_attention_reference(
     """The attention in plain PyTorch, in `dtype` throughout.
 
     Returns:
-        out [B, H, 512] and lse [B, H] of dtype; a token without entries gets zeros and -inf.
+        out [B, H, 512] and lse [B, H] of dtype; a token without entries gets zeros and -inf, a broken one NaN.
     """
     keys, valid = [], []
+    broken = torch.zeros(q_BHD.shape[0], dtype=torch.bool, device=q_BHD.device)
     for entries in (window, second):
         if entries is None or entries.slots_BW.shape[1] == 0:
             continue
         slots = entries.slots_BW.long()
         place = torch.arange(slots.shape[1], device=slots.device)
-        ok = (slots >= 0) & (slots < entries.pages.shape[0] * entries.page_entries)
-        ok &= place[None] < entries.lengths_B[:, None]
+        ok = (slots != -1) & (place[None] < entries.lengths_B[:, None])
+        lost = ok & ((slots < 0) | (slots >= entries.pages.shape[0] * entries.page_entries))
+        broken |= lost.any(1) | (entries.lengths_B < 0) | (entries.lengths_B > slots.shape[1])
+        ok &= ~lost
         read = read_entries(entries.pages, entries.page_entries, torch.where(ok, slots, 0), dtype)
         keys.append(torch.where(ok[..., None], read, 0))  # what is skipped may be poison
         valid.append(ok)
@@ -283,4 +290,6 @@ def decode_attention_reference(
     lse = torch.logsumexp(z, -1)
     total = lse if sink_H is None else torch.logaddexp(lse, sink_H.to(dtype)[None])
     weights = torch.where(ok[:, None], torch.exp(z - total[..., None]), 0)
-    return torch.einsum("bhn,bnd->bhd", weights, k), lse
+    out = torch.einsum("bhn,bnd->bhd", weights, k)
+    nan = float("nan")
+    return out.masked_fill(broken[:, None, None], nan), lse.masked_fill(broken[:, None], nan)

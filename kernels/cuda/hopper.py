@@ -442,8 +442,7 @@ class FastHopperOps(HopperOps):
                 list_TW=selected.slots_TW if ratio == 4 else None, first_T=own.first_T[128] if ratio == 128 else None,
                 sink_H=sink_H, out_THD=out,
             )  # fmt: skip
-        counts = plan.window_length_T if selected is None else selected.count_T
-        rows.turn_back(out, plan.positions_T, counts, table)
+        rows.turn_back(out, plan.positions_T, table)
         return out
 
     def _gathered(self, view: PagedEntries, slots_R: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ struct LogitsParams {
   float* logits;           // [T, >= max length]
   int64_t logits_stride;
   int32_t tokens, max_pages, skip, blocks, two;  // rows of at most `skip` keys are left out
+  int32_t width;                                 // of a row of logits: past it nothing is written
 };
 
 struct TopkParams {
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(128, 4) index_logits(const __grid_constant__ L
 
   // The pages of all tokens, laid end to end, each token's after kSwitch that stand for the time that its q takes, are dealt
   // out evenly: this block has [next, end) of them.
-  auto pages_in = [&](int n) { return n > p.skip ? min((n + 63) >> 6, p.max_pages) + kSwitch : 0; };
+  auto pages_in = [&](int n) { return n > p.skip ? min((int)(((uint32_t)n + 63) >> 6), p.max_pages) + kSwitch : 0; };
   auto pages_of = [&](int t) { return t < p.tokens ? pages_in(p.lengths[t]) : 0; };
   const int each = (p.tokens + 127) / 128;  // tokens of a thread
   int next, end, mine;
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(128, 4) index_logits(const __grid_constant__ L
   uint32_t turn = 0;  // pages before the run
 
   for (; next < end; ++token) {
-    const int token_pages = pages_of(token), n = p.lengths[token];
+    const int token_pages = pages_of(token), n = min(p.lengths[token], p.width);
     int at_page = max(next - base - kSwitch, 0);
     next = base + kSwitch + at_page;
     base += token_pages;
@@ -550,11 +551,13 @@ struct TopkRow {
   const int32_t* table;
   int32_t* out;
   int32_t n;
+  bool broken;  // its length cannot be: such a row has chosen nothing
   __device__ TopkRow(const TopkParams& p, int token)
       : logits(p.logits + token * p.logits_stride),
         table(p.table ? p.table + token * p.table_stride : nullptr),
         out(p.out + token * p.out_stride),
-        n(p.lengths[token]) {}
+        n(p.lengths[token]),
+        broken((uint32_t)n > (uint32_t)p.max_length) {}
   __device__ int32_t slot(int place) const { return table ? table[place >> 6] * 64 + (place & 63) : place; }
   // Which threads met a logit that is no finite number: of a broken key, or of none. The row then has chosen nothing, and says so
   // once all have met in a barrier.
@@ -563,10 +566,10 @@ struct TopkRow {
   }
   // Gives out how many there will be and, if the row has no more than k, all of them. Of several blocks one writes.
   __device__ bool all(const TopkParams& p, int token, bool writes) const {
-    if (writes && threadIdx.x == 0 && p.out_lengths) p.out_lengths[token] = min(max(n, 0), p.k);
-    if (n > p.k) return false;
+    if (writes && threadIdx.x == 0 && p.out_lengths) p.out_lengths[token] = broken ? -1 : min(n, p.k);
+    if (n > p.k && !broken) return false;
     if (writes)
-      for (int i = threadIdx.x; i < p.k; i += blockDim.x) out[i] = i < n ? slot(i) : -1;
+      for (int i = threadIdx.x; i < p.k; i += blockDim.x) out[i] = i < n && !broken ? slot(i) : -1;
     return true;
   }
 };
@@ -743,7 +746,7 @@ __global__ void __launch_bounds__(THREADS, 1) top_k_row(const __grid_constant__ 
         }
       }
     }
-    if (n == row.n) break;
+    if (n == row.n || row.broken) break;
     n = row.n;
   }
   if (row.all(p, token, true)) return;

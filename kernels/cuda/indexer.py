@@ -44,6 +44,7 @@ class _Logits(ctypes.Structure):
         ("skip", ctypes.c_int32),
         ("blocks", ctypes.c_int32),
         ("two", ctypes.c_int32),
+        ("width", ctypes.c_int32),
     )
 
 
@@ -78,10 +79,10 @@ def index_logits(
 
     Args:
         q_THD: [T, 64, 128] e4m3, contiguous but for stride(0). w_TH: [T, 64] fp32, the scale of q's row folded in.
-        pages: uint8 [P, page stride], stride(1) = 1. table_TW: [T, W] int32 page ids. lengths_T: [T] int32, at
-        most 64 W.
-        logits: [T, at least the largest length] fp32. skip: rows of at most so many keys are left out (top-k takes
-        all).
+        pages: uint8 [P, page stride], stride(1) = 1, aligned to 16 bytes. table_TW: [T, W] int32 page ids; keys of
+        one that is no page get -inf. lengths_T: [T] int32.
+        logits: [T, at least the largest length and at most 64 W] fp32; nothing is written past a row's end. skip: rows
+        of at most so many keys are left out (top-k takes all).
         blocks: how many share the work, 4 for each multiprocessor; no result depends on it.
     """
     assert q_THD.shape[1:] == (HEADS, CHANNELS)
@@ -90,10 +91,16 @@ def index_logits(
     assert w_TH.stride(1) == 1
     assert w_TH.stride(0) % 2 == 0
     assert pages.stride(1) == 1
-    assert pages.stride(0) % 16 == 0
+    assert pages.stride(0) % 16 == pages.data_ptr() % 16 == 0
+    assert q_THD.stride(0) % 4 == q_THD.data_ptr() % 4 == 0
+    assert w_TH.data_ptr() % 8 == 0
     assert pages.shape[0] * pages.stride(0) < 16 << 32  # a page's place is 32 bits, in units of 16 bytes
     assert lengths_T.dtype == table_TW.dtype == torch.int32
     assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1
+    assert logits.shape[1] <= PAGE * table_TW.shape[1]
+    if not q_THD.shape[0]:
+        return
     params = _Logits(
         q=q_THD.data_ptr(),
         q_stride_t=q_THD.stride(0),
@@ -112,6 +119,7 @@ def index_logits(
         skip=skip,
         blocks=blocks,
         two=2,  # a constant that the compiler does not see, or it would shift
+        width=logits.shape[1],
     )
     library = build.load("indexer.cu")
     status = library.hr_index_logits(ctypes.byref(params), ctypes.c_void_p(build.current_stream()))
@@ -134,13 +142,19 @@ def top_k(
         logits: [T, n] fp32, stride(1) = 1; a NaN counts as -inf. lengths_T: [T] int32.
         out_TK: [T, K] int32; -1 past the last.
         out_lengths_T: [T] int32, min(length, K), or -1 where a logit that was looked at is no finite number, as broken
-            keys give: such a choice is none. Or None. table_TW: page ids: places become slots page * 64 + offset.
-        max_length: no row is longer; at most 262,144. blocks_a_row: 1, 2, 4 or 8; no result depends on either.
+            keys give, or where the length is negative or larger than max_length: such a choice is none. Or None.
+            table_TW: page ids: places become slots page * 64 + offset.
+        max_length: of any row, at most n (which it is by default) and 262,144. blocks_a_row: 1, 2, 4 or 8; no result
+            depends on either.
     """
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     assert out_TK.stride(1) == 1
     longest = logits.shape[1] if max_length is None else max_length
+    assert longest <= logits.shape[1]
+    assert table_TW is None or longest <= PAGE * table_TW.shape[1]
+    if not logits.shape[0]:
+        return
     params = _TopK(
         logits=logits.data_ptr(),
         logits_stride=logits.stride(0),
@@ -197,10 +211,11 @@ def index_logits_reference(
 
 
 def top_k_reference(logits: Tensor, lengths_T: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Places [T, k] int32 ascending, -1 past the last, and their number [T] int32."""
+    """Places [T, k] int32 ascending, -1 past the last, and their number [T] int32; -1 for a length that cannot be."""
     out = torch.full((logits.shape[0], k), -1, dtype=torch.int32, device=logits.device)
-    count = lengths_T.clamp(0, k).to(torch.int32)
-    for t in range(logits.shape[0]):
+    whole = (lengths_T >= 0) & (lengths_T <= logits.shape[1])
+    count = torch.where(whole, lengths_T.clamp_max(k), -1).to(torch.int32)
+    for t in whole.nonzero().flatten().tolist():
         order = torch.sort(logits[t, : int(lengths_T[t])], descending=True, stable=True).indices[:k]
         out[t, : order.numel()] = order.sort().values.to(torch.int32)
     return out, count

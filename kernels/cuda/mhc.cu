@@ -345,6 +345,11 @@ __device__ __forceinline__ void gram(const Place<kAfter>& at, const Params& p) {
       }
     }
     if (it >= kSums) mbar_wait(at.added(buf.at), buf.phase ^ 1);
+    // No product may sink into the branch.
+#pragma unroll
+    for (int s = 0; s < 4; ++s) asm volatile("" : "+f"(lower[s][0]), "+f"(lower[s][1]), "+f"(lower[s][2]), "+f"(lower[s][3]));
+#pragma unroll
+    for (int s = 0; s < 2; ++s) asm volatile("" : "+f"(upper[s][0]), "+f"(upper[s][1]), "+f"(upper[s][2]), "+f"(upper[s][3]));
     if (quad == group >> 1) {  // the diagonal: a token's streams with each other
       auto own = [&](const float (&d)[4], int half) { return group & 1 ? d[half + 1] : d[half]; };
       const uint32_t sums = to + buf.at * kGramWarps * kOctet * 48;
@@ -407,13 +412,22 @@ __device__ __forceinline__ void own_tokens(const Place<kAfter>& at, const Params
   const uint32_t pre_to = keep(map_rank(at.smem + L::kPre + (rank & 7) * 32, lane & 15)), pre_bar_to = keep(map_rank(at.pre(0), lane & 15));
   const uint32_t grams = at.smem + L::kGram + first * 48, values = keep(at.smem + L::kOwn + min(lane, 16) * 8);
   const int own = (at.count - (rank >> 3) + 1) / 2;
-  // Both warps have done the tokens of n's group of 32. Neighbouring groups have barriers of their own, for one warp may
-  // be in the next before the other has ended this one; more than that they cannot be apart.
-  auto group_done = [](int n) {
-    if (n & 32)
-      asm volatile("bar.arrive 4, 96;" ::: "memory");
-    else
-      asm volatile("bar.arrive 3, 96;" ::: "memory");
+  // Both warps have done the tokens of n's group of 32, for the warp of the Sinkhorns. Neighbouring groups have barriers of their own,
+  // for one warp may be in the next before the other has ended this one. The next group takes the
+  // place of the one before this, and the one after that its barrier: therefore that warp has to be here, done with the one before.
+  // The first group has none before it, and after the last one nothing comes: they need not wait.
+  auto group_done = [](int n, bool waits) {
+    if (waits) {
+      if (n & 32)
+        asm volatile("bar.sync 4, 96;" ::: "memory");
+      else
+        asm volatile("bar.sync 3, 96;" ::: "memory");
+    } else {
+      if (n & 32)
+        asm volatile("bar.arrive 4, 96;" ::: "memory");
+      else
+        asm volatile("bar.arrive 3, 96;" ::: "memory");
+    }
   };
   previous_kernel_wait();
 #pragma unroll 1
@@ -438,19 +452,21 @@ __device__ __forceinline__ void own_tokens(const Place<kAfter>& at, const Params
     const float r = rsqrtf(((g0.x + g1.x) + (g1.z + g3.x)) * (1.0f / (4 * kD)) + p.norm_eps) * factor;
     const float2 x = make_float2(sum.x * r + base.x, sum.y * r + base.y), s = make_float2(sigmoid(x.x), sigmoid(x.y));
     if (lane >= 4 && lane < 12) st_shared_f2(at.smem + L::kWaiting + (n & 63) * 80 + (lane - 4) * 8, x.x, x.y);
-    if ((n & 31) >= 30 || n + 2 >= own) group_done(n);
+    const bool ends = (n & 31) >= 30 || n + 2 >= own, waits = n >= 32 && n >> 5 != (own - 1) >> 5;
+    if (ends && !waits) group_done(n, false);
     auto pre_of = [&](int i) { return __shfl_sync(~0u, (i & 1 ? s.y : s.x) + p.eps, i >> 1); };
     const float4 pre = make_float4(pre_of(0), pre_of(1), pre_of(2), pre_of(3));
     if (lane < kRanks) send_f4(pre_to + buf * kOctet * 32, pre, pre_bar_to + 8 * buf);
     const float squares = pre.x * (pre.x * g0.x + 2 * ((pre.y * g0.y + pre.z * g0.z) + pre.w * g0.w)) +
                           pre.y * (pre.y * g1.x + 2 * (pre.z * g1.y + pre.w * g3.y)) +
                           (pre.z * (pre.z * g1.z + 2 * (pre.w * g1.w)) + pre.w * pre.w * g3.x);
-    const float f = rsqrtf(fmaxf(squares, 0.0f) * (1.0f / kD) + p.norm_eps);
+    const float f = rsqrtf((squares < 0 ? 0.0f : squares) * (1.0f / kD) + p.norm_eps);  // NaN stays NaN
     if (lane < kRanks) send_f1(pre_to + buf * kOctet * 32 + 16, f, pre_bar_to + 8 * buf);
     if (lane >= 2 && lane < 4 && token < p.tokens)
       *(float2*)(p.post_out + (int64_t)token * 4 + 2 * lane - 4) = make_float2(2 * s.x, 2 * s.y);
+    if (ends && waits) group_done(n, true);
   }
-  if (first == 1 && own % 32 == 1) group_done(own);  // none of the last group's
+  if (first == 1 && own % 32 == 1) group_done(own, false);  // none of the last group's
 }
 
 template <bool kAfter>
@@ -674,7 +690,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <bool kAfter>
 static cudaError_t launch(Params p, cudaStream_t stream, int* most) {
   using L = Layout<kAfter>;
-  static int clusters = 0;  // that the card can hold at once
+  static int held[kMaxDevices];  // clusters that each device can hold at once
+  int device;
+  cudaError_t e = this_device(&device);
+  if (e != cudaSuccess) return e;
+  int& clusters = held[device];
   cudaLaunchConfig_t cfg = {};
   cfg.blockDim = dim3(kThreads);
   cfg.dynamicSmemBytes = L::kBytes;
@@ -687,7 +707,7 @@ static cudaError_t launch(Params p, cudaStream_t stream, int* most) {
   cfg.attrs = attr;
   cfg.numAttrs = 2;
   if (clusters == 0) {
-    cudaError_t e = cudaFuncSetAttribute(mhc<kAfter>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
+    e = cudaFuncSetAttribute(mhc<kAfter>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
     if (e == cudaSuccess) e = cudaFuncSetAttribute(mhc<kAfter>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     cfg.gridDim = dim3(kRanks);
     if (e == cudaSuccess) e = cudaOccupancyMaxActiveClusters(&clusters, mhc<kAfter>, &cfg);
@@ -701,7 +721,7 @@ static cudaError_t launch(Params p, cudaStream_t stream, int* most) {
   const cuuint64_t t = p.tokens, dims[4] = {64, t, 4, kD / 64}, strides[3] = {4 * kD * 2, kD * 2, 128};
   const cuuint64_t dims_y[3] = {64, t, kD / 64}, strides_y[2] = {kD * 2, 128};
   const cuuint32_t box[4] = {64, kOctet, 4, kChannels / 64}, box_y[3] = {64, kOctet, kChannels / 64};
-  cudaError_t e = encode_map(&maps[0], p.streams, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+  e = encode_map(&maps[0], p.streams, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
   if (e == cudaSuccess) e = encode_map(&maps[1], kAfter ? p.y : p.streams, 3, dims_y, strides_y, box_y, CU_TENSOR_MAP_SWIZZLE_128B);
   if (e == cudaSuccess) e = encode_map(&maps[2], kAfter ? p.streams_out : p.streams, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
   if (e != cudaSuccess) return e;

@@ -92,24 +92,29 @@ def hyper_connect(
         How many clusters of 16 blocks the card holds at once; 0 tokens launch nothing.
     """
     t = streams_TND.shape[0]
-    assert streams_TND.shape[1:] == (STREAMS, HIDDEN)
-    assert fn_packed.shape == PACKED
-    expected: list[tuple[Tensor, torch.dtype]] = [
-        (streams_TND, torch.bfloat16),
-        (fn_packed, torch.bfloat16),
-        (weight_D, torch.bfloat16),
-        (layer_in_TD, torch.bfloat16),
-        *((x, torch.float32) for x in (base, scale, post_out_TN, comb_out_TNN)),
+    bf16, fp32, mixes = torch.bfloat16, torch.float32, STREAMS * (STREAMS + 2)
+    expected: list[tuple[Tensor, torch.dtype, tuple[int, ...]]] = [
+        (streams_TND, bf16, (t, STREAMS, HIDDEN)),
+        (fn_packed, bf16, PACKED),
+        (base, fp32, (mixes,)),
+        (scale, fp32, (3,)),
+        (weight_D, bf16, (HIDDEN,)),
+        (layer_in_TD, bf16, (t, HIDDEN)),
+        (post_out_TN, fp32, (t, STREAMS)),
+        (comb_out_TNN, fp32, (t, STREAMS, STREAMS)),
     ]
-    if after is not None:
-        assert streams_out_TND is not None
-        expected += [(after[0], torch.bfloat16), (after[1], torch.float32), (after[2], torch.float32)]
-        expected += [(streams_out_TND, torch.bfloat16)]
-    for tensor, dtype in expected:
+    assert (after is None) == (streams_out_TND is None)
+    y, post, comb = after or (None, None, None)
+    if y is not None and post is not None and comb is not None and streams_out_TND is not None:
+        expected += [(y, bf16, (t, HIDDEN)), (post, fp32, (t, STREAMS)), (comb, fp32, (t, STREAMS, STREAMS))]
+        expected += [(streams_out_TND, bf16, (t, STREAMS, HIDDEN))]
+    for tensor, dtype, shape in expected:
         assert tensor.dtype == dtype
+        assert tensor.shape == shape
+        assert tensor.device == streams_TND.device
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % 16 == 0 or tensor is scale
-    y, post, comb = after if after is not None else (None, None, None)
+    assert rounds >= 1
     params = _Params(
         streams=build.address(streams_TND),
         y=build.address(y),

@@ -22,17 +22,18 @@ struct RowsParams {
   float scale;
   int32_t heads, queries;
   int32_t window_octets, second_octets;  // in the workspaces
+  int32_t width;                         // of the list
 };
+
+// Whether a query's window lies in a workspace of so many octets. If not, or if its second list does not, the query is broken: nothing
+// is read for it, and its output is NaN.
+__device__ __forceinline__ bool window_lies_in(int row, int length, int octets) {
+  return length == 0 || (length > 0 && length <= 128 && row >= length - 1 && (row >> 3) < octets);
+}
+constexpr float kNan = __builtin_nanf("");
 
 // A higher maximum counts only if it is so much higher (log2): weights up to 256 are as exact as those up to 1, and sums need no rescaling.
 constexpr float kSlack = 8;
-
-// After a wait: what the product wrote is read from here on, not before (the compiler sees no tie between the two).
-template <int N>
-__device__ __forceinline__ void settled(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
 
 __device__ __forceinline__ float4 ld_shared_f4(uint32_t addr) {
   float4 v;

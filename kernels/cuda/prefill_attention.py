@@ -55,6 +55,7 @@ class _RowsParams(ctypes.Structure):
         ("queries", ctypes.c_int32),
         ("window_octets", ctypes.c_int32),
         ("second_octets", ctypes.c_int32),
+        ("width", ctypes.c_int32),
     )
 
 
@@ -71,6 +72,7 @@ class _WindowParams(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("heads", ctypes.c_int32),
         ("queries", ctypes.c_int32),
+        ("octets", ctypes.c_int32),
     )
 
 
@@ -96,11 +98,14 @@ def gather_rows(pages: Tensor, page_entries: int, slots_R: Tensor, octets: Tenso
 
     Args:
         pages: uint8 [P, page stride], stride(1) = 1, as `decode_attention.EntryList` has them; page_entries a power of
-            two. slots_R: int32 [R], page * page_entries + position; a slot outside the pool gives a row of zeros.
+            two. slots_R: int32 [R], page * page_entries + position; a negative slot gives a row of zeros, one past the
+            pool a row of NaN.
         octets: bf16 workspace of at least R rows, written.
     """
     assert octets.dtype == torch.bfloat16
     assert octets.is_contiguous()
+    assert octets.data_ptr() % 16 == pages.data_ptr() % 16 == pages.stride(0) % 16 == 0
+    assert pages.shape[1] >= page_entries * 584
     assert octets.numel() >= slots_R.numel() * 512
     assert slots_R.dtype == torch.int32
     assert slots_R.is_contiguous()
@@ -131,13 +136,14 @@ def prefill_window(
     """Attention to the window alone. Launches on the current stream; allocates nothing, never waits.
 
     Args:
-        q_THD: [T, H, 512] bf16, normed and rotated; out_THD: the same shape, written. stride(2) = 1, other strides
-            multiples of 8.
+        q_THD: [T, H, 512] bf16, normed and rotated; out_THD: the same shape, written. stride(2) = 1, rows at
+            multiples of 16 bytes.
         octets: workspace as `pack_octets` makes it; rows of an octet that belong to nobody must still be finite.
         row_T: int32 [T], the workspace row of the query's own entry, the last of its window. Queries that follow each
             other in a sequence should do so here. A row must equal its position modulo RING: then the bits do not
             depend on the chunk.
-        length_T: int32 [T], rows of the window, 0 to 128; 0 gives zeros and an lse of -inf.
+        length_T: int32 [T], rows of the window, 0 to 128; 0 gives zeros and an lse of -inf. A query whose rows do not
+            all lie in the workspace is broken, as one of another length is: it gets NaN.
         sink_H: [H] fp32 or None. lse_TH: [T, H] fp32, natural logarithm, or None.
     """
     assert q_THD.dtype == octets.dtype == out_THD.dtype == torch.bfloat16
@@ -146,8 +152,7 @@ def prefill_window(
         assert x.dtype == torch.int32
         assert x.is_contiguous()
     queries, heads, _ = q_THD.shape
-    out_stride_t, out_stride_h, out_stride_d = out_THD.stride()
-    assert out_stride_d == 1
+    out_stride_t, out_stride_h = build.box_strides(out_THD, "out")
     params = _WindowParams(
         build.address(octets),
         build.address(row_T),
@@ -160,6 +165,7 @@ def prefill_window(
         scale,
         heads,
         queries,
+        octets.numel() // 4096,
     )
     _launch("prefill_window", params, q_THD)
 
@@ -187,7 +193,8 @@ def prefill_rows(
         second: workspace of the second list's rows. count_T: int32 [T], how many of them a query has.
         list_TW: int32 [T, W], its rows (negative: none), stride(1) = 1: the form for selected entries. Without it they
             are rows first_T[t] (int32, multiple of 8) to first_T[t] + count_T[t] - 1; the last octet must be finite
-            throughout. Neighbours in a sequence then share what they load.
+            throughout. Neighbours in a sequence then share what they load. Broken, and so NaN, is a query whose rows do
+            not all lie in the workspaces, or whose count is negative or larger than W.
     """
     assert q_THD.dtype == window.dtype == second.dtype == out_THD.dtype == torch.bfloat16
     assert window.is_contiguous()
@@ -196,14 +203,13 @@ def prefill_rows(
     for x in (row_T, length_T, count_T) if first_T is None else (row_T, length_T, count_T, first_T):
         assert x.dtype == torch.int32
         assert x.is_contiguous()
-    list_stride = 0
+    list_stride = width = 0
     if list_TW is not None:
-        list_stride, unit = list_TW.stride()
+        list_stride, width = list_TW.stride(0), list_TW.shape[1]
         assert list_TW.dtype == torch.int32
-        assert unit == 1
+        assert list_TW.stride(1) == 1 or width <= 1
     queries, heads, _ = q_THD.shape
-    out_stride_t, out_stride_h, out_stride_d = out_THD.stride()
-    assert out_stride_d == 1
+    out_stride_t, out_stride_h = build.box_strides(out_THD, "out")
     params = _RowsParams(
         build.address(window),
         build.address(row_T),
@@ -223,6 +229,7 @@ def prefill_rows(
         queries,
         window.numel() // 4096,
         second.numel() // 4096,
+        width,
     )
     _launch("prefill_dense" if list_TW is None else "prefill_rows", params, q_THD)
 
@@ -234,8 +241,7 @@ def _blocks(device: torch.device) -> int:
 
 
 def _launch(name: str, params: ctypes.Structure, q_THD: Tensor) -> None:
-    stride_t, stride_h, stride_d = q_THD.stride()
-    assert stride_d == 1
+    stride_t, stride_h = build.box_strides(q_THD, "q")
     status = getattr(build.load(f"{name}.cu"), f"hr_{name}")(
         ctypes.byref(params),
         ctypes.c_void_p(q_THD.data_ptr()),

@@ -44,8 +44,8 @@ constexpr uint32_t kBars = kNote + kNotes * 16;  // full, empty [3][2 halves]; w
 constexpr uint32_t kSmemBytes = kBars + 8 * (20 + kNotes);
 
 // What an item is: the slot it lies in, in which loads alternate; its place in the query; whether the next query needs it there, too; whether
-// the output takes its slot; whether the query has no row at all.
-constexpr int kSlot = 3, kLoadParity = 4, kFirst = 8, kLast = 16, kKept = 32, kOut = 64, kNone = 128, kEnd = 256;
+// the output takes its slot; whether the query has no row at all; whether that is because it is broken.
+constexpr int kSlot = 3, kLoadParity = 4, kFirst = 8, kLast = 16, kKept = 32, kOut = 64, kNone = 128, kEnd = 256, kBroken = 512;
 
 __device__ __forceinline__ void load_matrices(uint32_t (&w)[4], uint32_t addr) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -55,11 +55,6 @@ __device__ __forceinline__ void load_matrices(uint32_t (&w)[4], uint32_t addr) {
 }
 __device__ __forceinline__ void group_barrier(int id, bool v) {  // passed when all 128 threads know v
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.or.pred q, %0, 128, p;\n}\n" ::"r"(id), "r"((int)v) : "memory");
-}
-__device__ __forceinline__ int ld_int(const int32_t* at) {
-  int v;
-  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(v) : "l"(at));
-  return v;
 }
 __device__ __forceinline__ void octets_load(uint32_t to, const CUtensorMap* map, int half, int octet, uint32_t bar) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
@@ -92,11 +87,15 @@ struct Dense {
     if (i >= p.queries) return;
     row = ld_int(p.row + i);
     const int length = ld_int(p.length + i);
-    count = max(0, ld_int(p.count + i));
-    first = ld_int(p.first + i) >> 3;
+    count = ld_int(p.count + i);
+    first = ld_int(p.first + i);
     start = row - length + 1;
     near = length > 0 ? (row >> 3) - (start >> 3) + 1 : 0;
-    far = (count + 7) >> 3;
+    far = (max(count, 0) >> 3) + ((count & 7) != 0);
+    if (!window_lies_in(row, length, p.window_octets) || count < 0 ||
+        (count > 0 && ((first & 7) || first < 0 || (first >> 3) > p.second_octets - far)))
+      near = far = 0, count = -1;
+    first >>= 3;
     far_tiles = (far + max(0, near - 16) + 7) >> 3;
     tiles = max(1, far_tiles + ((min(near, 16) + 7) >> 3));
   }
@@ -192,7 +191,7 @@ __global__ void __launch_bounds__(512, 1) prefill_dense(const __grid_constant__ 
         const int parity = (loaded >> slot & 1) ^ 1;  // of its last load
         const uint32_t low = __ballot_sync(~0u, q.has(x, lane)), high = __ballot_sync(~0u, q.has(x, lane + 32));
         note(slot | (t == 0 ? kFirst : 0) | (t + 1 == q.tiles ? kLast : 0) | (parity ? kLoadParity : 0) | (t + 1 == q.tiles && stays ? kKept : 0) |
-                 (t == max(0, q.tiles - 2) ? kOut : 0) | (n == 0 ? kNone : 0),
+                 (t == max(0, q.tiles - 2) ? kOut : 0) | (n == 0 ? kNone : 0) | (q.count < 0 ? kBroken : 0),
              i, low, high);
         if (have) continue;
 #pragma unroll 1
@@ -389,10 +388,12 @@ __global__ void __launch_bounds__(512, 1) prefill_dense(const __grid_constant__ 
       for (int c = 0; c < 128; ++c) o[c >> 6][c & 63] = 0;
     }
     float factor[2];
+    const float spoilt = what.x & kBroken ? kNan : 0.0f;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      factor[h] = now[h].y == -INFINITY ? 0.0f : 1.0f / (now[h].z + exp2_fast(sink[h] - now[h].y));
-      if (half == 0 && quad == 0 && p.lse && has[h]) p.lse[(int64_t)what.y * p.heads + head + 8 * h] = (now[h].y + __log2f(now[h].z)) * kLn2;
+      factor[h] = (now[h].y == -INFINITY ? 0.0f : 1.0f / (now[h].z + exp2_fast(sink[h] - now[h].y))) + spoilt;
+      if (half == 0 && quad == 0 && p.lse && has[h])
+        p.lse[(int64_t)what.y * p.heads + head + 8 * h] = (now[h].y + __log2f(now[h].z)) * kLn2 + spoilt;
     }
     named_barrier(2 + half, 128);  // all warps of the group are done with the slot that takes the output
     const uint32_t stage = smem + out_slot * kSlotBytes + half * kHalf + warp * 8192;
@@ -416,6 +417,7 @@ __global__ void __launch_bounds__(512, 1) prefill_dense(const __grid_constant__ 
 }
 
 extern "C" int hr_prefill_dense(const RowsParams* p, const void* q, int64_t stride_t, int64_t stride_h, int blocks, void* stream) {
+  if (p->queries == 0) return cudaSuccess;
   Launch own = {*p};
   own.chunk = 1;
   // Neighbours share tiles, but no block should have more queries than it must: of 8,192 on 132 blocks 63, in runs of 9.

@@ -9,6 +9,8 @@
 // own tile's from registers, the other group's from shared memory. So one multiplies while the other exponentiates. Maximum and sum go to and
 // fro with the weights. The third group loads rows, by cp.async; a tile is loaded and given back in halves of 256 channels, as the
 // products need it. What a tile is, is told in a note.
+#include <limits.h>
+
 #include "prefill.cuh"
 
 using namespace hr;
@@ -20,7 +22,7 @@ constexpr uint32_t kTileBytes = 65536, kHalf = 32768, kPart = 4096;  // half of 
 constexpr uint32_t kQ = 2 * kTileBytes, kP = kQ + 65536;      // two tiles, q, weights of a tile: 64 x 64 bf16
 constexpr uint32_t kStage = kP + 8192;                        // [8 warps] 16 heads x 64 channels of the output
 constexpr uint32_t kState = kStage + 16384;                   // after a tile: maximum and sum of each thread's two heads
-constexpr uint32_t kBias = kState + 2048;                     // [kNotes][64] fp32: 0, or -inf where no row is
+constexpr uint32_t kBias = kState + 2048;                     // [kNotes][64] fp32: 0, -inf where no row is, NaN where one is out of reach
 constexpr uint32_t kNote = kBias + kNotes * 256;              // [kNotes] of what, query
 constexpr uint32_t kBars = kNote + kNotes * 8;                // full, empty [2 tiles][2 halves]; q full, q empty [2 halves]; weights; notes
 constexpr uint32_t kSmemBytes = kBars + 8 * (13 + kNotes);
@@ -47,9 +49,10 @@ struct Gather {
   }
   __device__ __forceinline__ void enter(const RowsParams& p) {
     if (i >= p.queries) return;
-    row = __ldg(p.row + i);
-    length = __ldg(p.length + i);
-    count = __ldg(p.count + i);
+    row = ld_int(p.row + i);
+    length = ld_int(p.length + i);
+    count = ld_int(p.count + i);
+    if (!window_lies_in(row, length, p.window_octets) || count < 0 || count > p.width) length = -1, count = 1;  // broken: one row, out of reach
     window_tiles = (length + kTile - 1) / kTile;
     tiles = max(1, window_tiles + (count + kTile - 1) / kTile);
   }
@@ -60,14 +63,15 @@ struct Gather {
     i += gridDim.x;
     enter(p);
   }
-  __device__ __forceinline__ int read(const RowsParams& p, int r) const {  // the workspace row of the tile's row r, negative: none
+  __device__ __forceinline__ int octets(const RowsParams& p) const { return t < window_tiles ? p.window_octets : p.second_octets; }
+  // The workspace row of the tile's row r, negative: none. What comes from the list may lie out of reach; it is not looked at here,
+  // two tiles ahead, for that would wait for it.
+  __device__ __forceinline__ int read(const RowsParams& p, int r) const {
     const bool in_window = t < window_tiles;
     const int at = (in_window ? t : t - window_tiles) * kTile + r;
     if (i >= p.queries || r >= kTile || at >= (in_window ? length : count)) return -1;
     if (in_window) return row - length + 1 + at;
-    int from;
-    asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(from) : "l"(p.list + i * p.list_stride + at));
-    return from;
+    return length < 0 ? INT_MAX : ld_int(p.list + i * p.list_stride + at);
   }
 };
 
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
       __syncwarp();
       if (lane == 0) mbar_arrive(noted + 8 * slot);
     };
-    const auto bias = [&](int it, int r, bool in) { st_shared_b32(smem + kBias + (it & (kNotes - 1)) * 256 + r * 4, in ? 0u : 0xff800000u); };
+    const auto bias = [&](int it, int r, uint32_t b) { st_shared_b32(smem + kBias + (it & (kNotes - 1)) * 256 + r * 4, b); };
     int it = 0;
     // Four warps take four rows at a time, in turn; in a load a thread has 16 bytes of each block of 64 channels of its row. The rows'
     // numbers are read one a lane, two tiles ahead.
@@ -125,11 +129,12 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
     const int r_own = lane < 16 ? ((lane >> 2) * 4 + loader) * 4 + (lane & 3) : kTile;
     Gather at(p);
     const auto tell = [&](int tile, int from) {  // of the tile where `at` is
-      if (r_own < kTile) bias(tile, r_own, from >= 0);
+      if (r_own < kTile) bias(tile, r_own, from < 0 ? 0xff800000u : (from >> 3) < at.octets(p) ? 0u : 0x7fffffffu);
       note(tile, places(at.t, at.tiles) | (tile & 1 ? kBuffer : 0) | (tile & 2 ? kLoadParity : 0) | (at.k & 1 ? kQueryParity : 0), at.i);
     };
     int from = at.read(p, r_own), from_next = -1, from_third = -1;
     bool more = at.i < p.queries, window = at.t < at.window_tiles;
+    int octets = at.octets(p);
     if (more) {
       tell(0, from);
       at.advance(p);
@@ -143,13 +148,14 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
 #pragma unroll
       for (int g = 0; g < 4; ++g) {
         const int row = __shfl_sync(~0u, from, g * 4 + sub), x = max(row, 0);
-        bytes[g] = row >= 0 ? 16 : 0;
+        bytes[g] = row >= 0 && (row >> 3) < octets ? 16 : 0;
         // Row r of the tile has chunk c at place c ^ r % 8, the workspace has that at place c ^ r % 8 ^ x % 8.
         src[g] = base + (((int64_t)(x >> 3) << 13) + ((((x & 7) << 7) | ((x & 7) << 4)) ^ turned));
       }
       // The next tile is told of before this one's loads, so that its own need not wait behind them.
       more = at.i < p.queries;
       window = at.t < at.window_tiles;
+      octets = at.octets(p);
       if (more) {
         tell(it + 1, from_next);
         at.advance(p);

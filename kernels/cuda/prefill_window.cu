@@ -24,7 +24,7 @@ struct Params {
   int64_t out_stride_t, out_stride_h;
   float* lse;  // [T, H] or null
   float scale;
-  int32_t heads, queries;
+  int32_t heads, queries, octets;  // octets: of the workspace
 };
 
 namespace {
@@ -41,6 +41,16 @@ __device__ __forceinline__ int done_of(uint32_t counter) {  // warps of a group 
   asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(n) : "r"(counter) : "memory");
   return n;
 }
+
+// A query's window, as all who follow the ring read it: one that is empty or broken has no row.
+struct Window {
+  int row, length;
+  bool broken;
+  __device__ __forceinline__ Window(const Params& p, int i) : row(ld_int(p.row + i)), length(ld_int(p.length + i)) {
+    broken = !window_lies_in(row, length, p.octets);
+    if (broken || length == 0) row = length = 0;
+  }
+};
 
 // What is in the ring, followed alike by the warp that loads and by those that wait for the loads.
 struct Ring {
@@ -110,7 +120,8 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
       int loads = 0;
       for (int i = begin; i < end; ++i) {
         int from = 0;
-        const int more = ring.step(p.row[i], p.length[i], from);
+        const Window window(p, i);
+        const int more = ring.step(window.row, window.length, from);
         if (more == 0) continue;
         // The octet that a new one replaces was last read ten queries ago, if rows followed each other since.
         const int free = i - begin - (more == 1 && ring.run >= 10 ? 9 : 0);  // queries that must be done
@@ -145,7 +156,8 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
   int n = 0, loads = 0;
   for (int i = begin; i < end; ++i) {
     int from;
-    const int row = __ldg(p.row + i), length = __ldg(p.length + i);
+    const Window window(p, i);
+    const int row = window.row, length = window.length;
     const bool load = ring.step(row, length, from) > 0;
     if (load) {
       mbar_wait(loaded + 8 * (loads % kLoads), (loads / kLoads) & 1);
@@ -190,6 +202,7 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
         top[1] = fmaxf(top[1], s[4 * c + 2 + e]);
       }
     float factor[2], sum[2] = {0, 0};
+    const float spoilt = window.broken ? kNan : 0.0f;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       top[h] = quad_max(top[h]) * to_log2;
@@ -207,8 +220,8 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       sum[h] = quad_sum(sum[h]);
-      if (p.lse && quad == 0 && has[h]) p.lse[(int64_t)i * p.heads + head + 8 * h] = (top[h] + __log2f(sum[h])) * kLn2;
-      factor[h] = sum[h] == 0.0f ? 0.0f : 1.0f / (sum[h] + exp2_fast(sink[h] - top[h]));
+      if (p.lse && quad == 0 && has[h]) p.lse[(int64_t)i * p.heads + head + 8 * h] = (top[h] + __log2f(sum[h])) * kLn2 + spoilt;
+      factor[h] = (sum[h] == 0.0f ? 0.0f : 1.0f / (sum[h] + exp2_fast(sink[h] - top[h]))) + spoilt;
     }
     float o[2][32];  // parts of the output, in turn
     clear(o[0]);

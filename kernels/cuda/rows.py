@@ -73,15 +73,15 @@ def streams_head(
     return out
 
 
-def turn_back(o_THD: Tensor, positions_T: Tensor, counts_T: Tensor, cos_sin: Tensor) -> None:
-    """Rotates the last 64 channels of contiguous [T, H, 512] back by their position, in place; NaN where counts < 0."""
+def turn_back(o_THD: Tensor, positions_T: Tensor, cos_sin: Tensor) -> None:
+    """Rotates the last 64 channels of contiguous [T, H, 512] back by their position, in place."""
     from . import triton_source
 
     assert o_THD.is_contiguous()
     t, heads, _ = o_THD.shape
     block = min(16, power_of_two(heads))
     triton_source.turn_back[(t, -(-heads // block))](
-        o_THD, positions_T, counts_T, cos_sin, heads, BLOCK_H=block, num_warps=4
+        o_THD, positions_T, cos_sin, heads, BLOCK_H=block, num_warps=4
     )  # fmt: skip
 
 

@@ -289,7 +289,7 @@ def norm_pair(
 
 
 @triton.jit
-def turn_back(o, positions, counts, cos_sin, num_heads, BLOCK_H: tl.constexpr):
+def turn_back(o, positions, cos_sin, num_heads, BLOCK_H: tl.constexpr):
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h, i = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, 64)
     at = o + (token * num_heads + h)[:, None] * 512 + 448 + i[None, :]
@@ -299,7 +299,6 @@ def turn_back(o, positions, counts, cos_sin, num_heads, BLOCK_H: tl.constexpr):
     turn = cos_sin + tl.load(positions + token) * 64 + tl.arange(0, 32)
     cos, sin = tl.load(turn)[None, :], tl.load(turn + 32)[None, :]
     y = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (BLOCK_H, 64))
-    y = tl.where(tl.load(counts + token) < 0, float("nan"), y)
     tl.store(at, y.to(o.dtype.element_ty), mask=has)
 
 

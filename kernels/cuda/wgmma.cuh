@@ -14,6 +14,12 @@ template <int N>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
+// After a wait: what the product wrote is read from here on, not before (the compiler sees no tie between the two).
+template <int N>
+__device__ __forceinline__ void settled(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
 
 // Operand descriptor under the 128-byte swizzle. Row-contiguous along k: lead is unused and stride (between groups of 8
 // rows) is 1024. Contiguous along m or n (the transposed form): lead is between blocks of 64 columns, stride between groups of 8 k.

@@ -47,8 +47,11 @@ def make_pages(pages: int, entries: int, slots: torch.Tensor) -> torch.Tensor:
     return pool
 
 
-def make_case(batch: int, heads: int, widths: tuple[int, int], entries: tuple[int, int]) -> dict[str, object]:
-    """Ragged lists into two poisoned pools; entries that no list names stay poison, and so do those past a length."""
+def make_case(
+    batch: int, heads: int, widths: tuple[int, int], entries: tuple[int, int], *, whole: bool = False
+) -> dict[str, object]:
+    """Ragged lists, or whole ones, into two poisoned pools; entries that no list names stay poison, and slots past a
+    length are none."""
     lists = []
     for width, n in zip(widths, entries, strict=True):
         pages = batch * width // n + 3
@@ -56,11 +59,13 @@ def make_case(batch: int, heads: int, widths: tuple[int, int], entries: tuple[in
         slots = order[: batch * width].view(batch, width).to(torch.int32)
         lengths = torch.randint(0, width + 1, (batch,), device=DEV, dtype=torch.int32)
         lengths[0], lengths[-1] = width, 0
+        if whole:
+            lengths[:] = width
         used = torch.arange(width, device=DEV)[None] < lengths[:, None]
         hole = torch.rand(batch, width, device=DEV) < 0.05
         pool = make_pages(pages, n, slots[used & ~hole].long())
-        wild = torch.tensor([-1, -7, pages * n, 2**31 - 1], device=DEV, dtype=torch.int32)
-        slots[hole] = wild[torch.randint(0, 4, (int(hole.sum()),), device=DEV)]
+        slots[hole] = -1
+        slots[~used] = torch.where(torch.rand(int((~used).sum()), device=DEV) < 0.5, pages * n, 2**31 - 1).int()
         lists.append(k5.EntryList(pages=pool, page_entries=n, slots_BW=slots, lengths_B=lengths))
     q = torch.randn(batch, heads + 3, 520, device=DEV).to(torch.bfloat16)[:, 1 : heads + 1, :512]  # odd strides
     return {"q": q, "window": lists[0], "second": lists[1], "sink": torch.randn(heads, device=DEV) * 2}
@@ -114,11 +119,10 @@ def test_tiles_alone_decide_how_a_token_is_cut() -> None:
     """Without a split: right, and the bits of a token are the same in launches of one, two and four blocks a token."""
     torch.manual_seed(6)
     lengths = [0, 1, 200, 256, 257, 600, 640, 641, 1100, 3000]
-    case = make_case(len(lengths), 64, (128, 3000), (64, 64))
+    case = make_case(len(lengths), 64, (128, 3000), (64, 64), whole=True)
     second = case["second"]
     second.pages[:] = make_pages(second.pages.shape[0], 64, torch.arange(second.pages.shape[0] * 64, device=DEV))
     second.lengths_B[:] = torch.tensor(lengths, device=DEV)
-    case["window"].lengths_B[:] = 128
     case["window"].pages[:] = make_pages(
         case["window"].pages.shape[0], 64, torch.arange(case["window"].pages.shape[0] * 64, device=DEV)
     )
@@ -195,22 +199,49 @@ def test_two_blocks_of_a_token_give_the_bits_of_one(heads: int, raw_q: bool, wid
 
 @pytest.mark.parametrize("split", [None, *k5.SPLITS])
 def test_a_broken_list_breaks_its_token(split: int | None) -> None:
-    """A negative length gives NaN in every head, and nothing else sees it."""
+    """A length that cannot be, or a slot past the pool, gives NaN in every channel, and nothing else sees it."""
     torch.manual_seed(10)
-    case = make_case(5, 64, (128, 512), (64, 64))
-    outs, lengths = [], case["second"].lengths_B
-    for broken in (False, True):
-        if broken:
-            lengths[2] = -1
+    case = make_case(5, 64, (128, 512), (64, 64), whole=True)
+
+    def run(sink: torch.Tensor | None = case["sink"]) -> torch.Tensor:
         out = torch.empty(5, 64, 512, device=DEV, dtype=torch.bfloat16)
-        for sink in (None, case["sink"]):
-            k5.decode_attention(case["q"], case["window"], case["second"], sink_H=sink, split=split, out_BHD=out)
-            assert bool(out[2].isnan().all()) == broken
-        outs.append(out[[0, 1, 3, 4]])
-    assert torch.equal(*outs)
-    case["window"].lengths_B[2] = 0  # nothing else to attend to
-    k5.decode_attention(case["q"], case["window"], case["second"], sink_H=None, split=split, out_BHD=out)
-    assert out[2].isnan().all()
+        k5.decode_attention(case["q"], case["window"], case["second"], sink_H=sink, split=split, out_BHD=out)
+        return out
+
+    whole = run()
+    assert whole.isfinite().all()
+    for name, width in (("window", 128), ("second", 512)):
+        entries = case[name]
+        slots, lengths, past = entries.slots_BW, entries.lengths_B, entries.pages.shape[0] * 64
+        breaks = [(lengths, 2, n) for n in (-1, -(2**31), width + 1, 2**31 - 1)]
+        breaks += [(slots[2], at, slot) for at in (0, 77, width - 1) for slot in (past, 2**31 - 1, -2, -(2**31))]
+        for what, at, value in breaks:
+            kept = int(what[at])
+            what[at] = value
+            out = run()
+            assert out[2].isnan().all(), (name, at, value)
+            assert torch.equal(out[[0, 1, 3, 4]], whole[[0, 1, 3, 4]]), (name, at, value)
+            assert run(None)[2].isnan().all()
+            what[at] = kept
+    assert torch.equal(run(), whole)
+    case["second"].lengths_B[2], case["window"].lengths_B[2] = -1, 0  # nothing else to attend to
+    assert run(None)[2].isnan().all()
+
+
+def test_no_tokens_are_no_error() -> None:
+    """Launches of nothing leave everything as it is."""
+    case = make_case(3, 64, (128, 512), (64, 64))
+    none = [
+        k5.EntryList(pages=x.pages, page_entries=64, slots_BW=x.slots_BW[:0], lengths_B=x.lengths_B[:0])
+        for x in (case["window"], case["second"])
+    ]
+    k5.decode_attention(case["q"][:0], *none, sink_H=None, out_BHD=torch.empty_like(case["q"][:0]))
+    pages, table = torch.zeros(2, 4352, dtype=torch.uint8, device=DEV), torch.zeros(0, 4, dtype=torch.int32, device=DEV)
+    lengths, logits = torch.zeros(0, dtype=torch.int32, device=DEV), torch.zeros(0, 256, device=DEV)
+    q, w = torch.zeros(0, 64, 128, device=DEV).to(torch.float8_e4m3fn), torch.zeros(0, 64, device=DEV)
+    k4.index_logits(q, w, pages, table, lengths, logits)
+    k4.top_k(logits, lengths, torch.zeros(0, 64, dtype=torch.int32, device=DEV), lengths, table)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("split", k5.SPLITS)
@@ -303,6 +334,11 @@ def test_index_logits_match_float64() -> None:
     k4.index_logits(q, w, pages, table, lengths, out, blocks=64, skip=100)
     assert torch.isneginf(out[0, 192:256]).all()
     assert torch.isfinite(out[0, :192]).all()
+    kept, lengths[5], lengths[6], lengths[1] = out.clone(), 1900, 2**31 - 1, -5  # no row is written past its end
+    k4.index_logits(q, w, pages, table, lengths, out[:, :1800])
+    assert torch.equal(out[:, 1800:], kept[:, 1800:])
+    assert torch.equal(out[1], kept[1])
+    assert error(out[5, :1800], want[5, :1800]) < 1e-3
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -329,6 +365,13 @@ def test_top_k_equals_a_stable_sort(size: int, k: int) -> None:
             if length > k and not x[t, :length].isfinite().all():
                 want_count[t] = -1
         assert (want_count == -1).sum() == 3
+        assert torch.equal(count, want_count)
+        lengths[1], lengths[3], lengths[5], lengths[8] = -1, n + 1, 2**31 - 1, -(2**31)  # broken: nothing is chosen
+        k4.top_k(x, lengths, out, count, blocks_a_row=size)
+        for t in range(9):
+            if t in (1, 3, 5, 8):
+                want[t], want_count[t] = -1, -1
+        assert torch.equal(out, want)
         assert torch.equal(count, want_count)
 
 

@@ -155,7 +155,7 @@ def test_an_output_that_is_turned_back_is_that_of_two_steps(split: int) -> None:
     k5.decode_attention(
         q, lists, None, sink_H=None, split=split, out_BHD=turned, positions_B=positions, cos_sin=table, turn_out=True
     )
-    rows.turn_back(plain, positions, lists.lengths_B, table)
+    rows.turn_back(plain, positions, table)
     assert torch.equal(plain, turned)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -142,6 +143,36 @@ def test_dense_tiles_hold_every_row_once(rng: random.Random) -> None:
             near += list(range(near_first, near_first + there))
         assert sorted(far) == list(range(first // 8, (first + count + 7) // 8))
         assert sorted(near) == (list(range((row - length + 1) >> 3, (row >> 3) + 1)) if length else [])
+
+
+def lies_in(row: int, length: int, count: int, first: int, window_octets: int, second_octets: int) -> bool:
+    """Whether a query is not broken: the conditions of prefill.cuh and prefill_dense.cu, in 32-bit integers."""
+    far = (max(count, 0) >> 3) + ((count & 7) != 0)
+    window = length == 0 or (0 < length <= 128 and row >= length - 1 and row >> 3 < window_octets)
+    assert abs(second_octets - far) < 2**31
+    second = count == 0 or (count > 0 and first & 7 == 0 and first >= 0 and first >> 3 <= second_octets - far)
+    return window and second
+
+
+def test_what_does_not_lie_in_the_workspaces_is_broken(rng: random.Random) -> None:
+    """Numbers of every size: a query is broken exactly if it has a row that there is not, and no sum overflows."""
+    ends = [-(2**31), -(2**31) + 1, -9, -8, -1, 0, 1, 7, 8, 127, 128, 129, 511, 512, 2**31 - 8, 2**31 - 1]
+    seen = set()
+    for _ in range(20000):
+        row, first = (rng.choice([*ends, rng.randint(0, 520), rng.randint(0, 70) * 8]) for _ in range(2))
+        length, count = rng.choice([*ends, rng.randint(0, 130)]), rng.choice([*ends, rng.randint(0, 520)])
+        octets = rng.choice([0, 1, 16, 64]), rng.choice([0, 1, 16, 64])
+        rows = range(row - length + 1, row + 1) if length > 0 else ()
+        whole = 0 <= length <= 128 and count >= 0 and (count == 0 or first % 8 == 0)
+        whole = whole and (not rows or (rows[0] >= 0 and rows[-1] < 8 * octets[0]))
+        whole = whole and (count == 0 or (first >= 0 and first + -(-count // 8) * 8 <= 8 * octets[1]))
+        assert lies_in(row, length, count, first, *octets) == whole
+        seen.add(whole)
+        if whole:
+            for far_first, here, near_first, there in dense_tiles(row, length, count, first):
+                assert here == 0 or (far_first >= 0 and far_first + here <= octets[1])
+                assert there == 0 or (near_first >= 0 and near_first + there <= octets[0])
+    assert seen == {False, True}
 
 
 def test_neighbours_meet_in_two_tiles() -> None:
@@ -351,3 +382,74 @@ def test_hyper_connect_reference_mixes_streams() -> None:
     assert (mixed[:, :2] == 0).all()
     assert torch.allclose(layer_in.square().mean(-1), torch.ones(2, dtype=torch.float64), atol=1e-4)
     assert torch.allclose(made.sum(-2), torch.ones(2, 4, dtype=torch.float64), atol=1e-5)
+
+
+Step = tuple[str, int]
+
+
+def own_warp(first: int, own: int, waits: Callable[[int], bool]) -> Iterator[Step]:
+    """What one of two warps of mhc.cu that end tokens does with the 64 places from which the Sinkhorns are made."""
+    for n in range(first, own, 2):
+        yield "write", n
+        if n % 32 >= 30 or n + 2 >= own:
+            yield ("sync" if waits(n) else "arrive"), 3 + (n >> 5 & 1)
+    if first == 1 and own % 32 == 1:
+        yield "arrive", 3 + (own >> 5 & 1)
+
+
+def sinkhorn_warp(own: int) -> Iterator[Step]:
+    for n in range(0, own, 32):
+        yield "sync", 3 + (n >> 5 & 1)
+        for m in range(n, min(n + 32, own)):
+            yield "read", m
+
+
+def run_warps(own: int, waits: Callable[[int], bool], rng: random.Random) -> str | None:
+    """What goes wrong when the three run as they like, one of them seldom; None: nothing.
+
+    A barrier of three warps ends when three have come, whichever they are; only those that sync wait for it.
+    """
+    warps = [own_warp(0, own, waits), own_warp(1, own, waits), sinkhorn_warp(own)]
+    slow = rng.randrange(4)
+    ring: dict[int, int] = {}
+    read = -1
+    come: dict[int, list[int]] = {3: [], 4: []}
+    asleep: dict[int, int] = {}
+    left = {0, 1, 2}
+    while left:
+        awake = sorted(left - asleep.keys())
+        if not awake:
+            return "all wait"
+        who = rng.choice([w for w in awake for _ in range(1 if w == slow else 50)])
+        step = next(warps[who], None)
+        if step is None:
+            left.remove(who)
+        elif step[0] == "write":
+            if ring.get(step[1] & 63, -1) > read:
+                return "written before it was read"
+            ring[step[1] & 63] = step[1]
+        elif step[0] == "read":
+            if ring.get(step[1] & 63) != step[1]:
+                return "read before it was written"
+            read = step[1]
+        else:
+            here = come[step[1]]
+            if who in here:
+                return "told twice"
+            here.append(who)
+            if step[0] == "sync":
+                asleep[who] = step[1]
+            if len(here) == 3:
+                asleep = {w: b for w, b in asleep.items() if b != step[1]}
+                here.clear()
+    return None
+
+
+def test_the_ring_of_waiting_tokens_holds_whoever_is_slow(rng: random.Random) -> None:
+    """Nothing is overwritten unread and no barrier is told twice; without the waits both are found."""
+    wrong = set()
+    for own in [*range(1, 70), 95, 96, 97, 98, 127, 128, 129, 130, 160, 161, 193, 300]:
+        for _ in range(4):
+            assert run_warps(own, lambda n, own=own: n >= 32 and n >> 5 != (own - 1) >> 5, rng) is None, own
+            wrong.add(run_warps(own, lambda _: False, rng))
+    assert wrong >= {None, "written before it was read", "told twice"}
