@@ -28,6 +28,7 @@ struct CompressParams {
   int32_t ring_rows, keep, log2_entries, tokens;
   int32_t pool, save;  // which of the two this launch does
   int32_t window_tokens, window_log2_entries;
+  int64_t num_positions, num_rings, num_slots, num_window_slots;
   const __nv_bfloat16* kv;  // [window tokens, 512], normed
   int64_t kv_stride;
   const int64_t* window_positions;
@@ -37,6 +38,11 @@ struct CompressParams {
 };
 
 namespace {
+// A place that is none of the pool's would be somebody else's: better no worker than a wrong page.
+__device__ __forceinline__ void must(bool holds) {
+  if (!holds) __trap();
+}
+
 struct Part {  // of a softmax over tokens, for four channels
   float top[4], sum[4], value[4];
 };
@@ -81,6 +87,7 @@ __global__ void __launch_bounds__(128 * GROUPS) compress(const __grid_constant__
   if ((int)blockIdx.x >= p.tokens) {  // a window entry for each group of threads
     const int row = ((int)blockIdx.x - p.tokens) * GROUPS + group;
     if (row >= p.window_tokens || p.window_slots[row] < 0) return;
+    must(p.window_slots[row] < p.num_window_slots && (uint64_t)p.window_positions[row] < p.num_positions);
     const uint2 w = *(const uint2*)(p.kv + row * p.kv_stride + t * 4);
     const float v[4] = {bf16_lo(w.x), bf16_hi(w.x), bf16_lo(w.y), bf16_hi(w.y)};
     insert(v, t, p.window_pages, p.window_page_stride, p.window_log2_entries, p.window_slots[row],
@@ -92,6 +99,7 @@ __global__ void __launch_bounds__(128 * GROUPS) compress(const __grid_constant__
   const int first = p.first_row[token], last = p.last_row[token];
   const int64_t first_pos = pos - (token - first);
   if (ring < 0) return;
+  must(ring < p.num_rings && (uint64_t)pos < p.num_positions);
   float* rows = p.state + ring * p.ring_stride;
 
   if (p.save && token > last - p.keep) {
@@ -187,6 +195,7 @@ __global__ void __launch_bounds__(128 * GROUPS) compress(const __grid_constant__
   v[2] *= r * bf16_lo(w.y);
   v[3] *= r * bf16_hi(w.y);
 
+  must(slot < p.num_slots);
   insert(v, t, p.pages, p.page_stride, p.log2_entries, slot, p.cos_sin + (pos - pos % RATIO) * 64);
 }
 

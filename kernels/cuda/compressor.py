@@ -82,6 +82,10 @@ class _Params(ctypes.Structure):
         ("save", ctypes.c_int32),
         ("window_tokens", ctypes.c_int32),
         ("window_log2_entries", ctypes.c_int32),
+        ("num_positions", ctypes.c_int64),
+        ("num_rings", ctypes.c_int64),
+        ("num_slots", ctypes.c_int64),
+        ("num_window_slots", ctypes.c_int64),
         ("kv", ctypes.c_void_p),
         ("kv_stride", ctypes.c_int64),
         ("window_positions", ctypes.c_void_p),
@@ -102,11 +106,21 @@ def _set_window(params: _Params, window: WindowRows) -> None:
     params.kv, params.kv_stride = window.kv_TD.data_ptr(), window.kv_TD.stride(0)
     params.window_positions, params.window_slots = window.positions_T.data_ptr(), window.slots_T.data_ptr()
     params.window_pages, params.window_page_stride = window.pages.data_ptr(), window.pages.stride(0)
+    params.num_window_slots = window.pages.shape[0] * n
+    for x in (window.positions_T, window.slots_T):
+        assert x.dtype == torch.int64
+        assert x.shape == window.kv_TD.shape[:1]
+        assert x.is_contiguous()
+    assert window.pages.dtype == torch.uint8
+    assert window.pages.shape[1] >= n * ENTRY_BYTES
 
 
 def insert_window(window: WindowRows, cos_sin: Tensor) -> None:
-    """K2's kv side alone, for layers without a compressor. cos_sin: [positions, 64] fp32."""
-    params = _Params(cos_sin=cos_sin.data_ptr())
+    """K2's kv side alone, for layers without a compressor. cos_sin: [positions, 64] fp32.
+
+    A slot or a position that does not exist ends the process' use of the device: a CUDA error, and nothing is written.
+    """
+    params = _Params(cos_sin=cos_sin.data_ptr(), num_positions=cos_sin.shape[0])
     _set_window(params, window)
     status = build.load("compressor.cu").hr_compress(ctypes.byref(params), 4, ctypes.c_void_p(build.current_stream()))
     build.check(status, "insert_window")
@@ -136,12 +150,26 @@ def compress(
         max_tokens_a_sequence: in this step. One launch does for few (decode, drafts); otherwise saving must wait until
             all have pooled, as a chunk's last rows may land on ring rows that its first entries read.
         window: entries of the window pool to be written by the same launch, rotated by the same table; or None.
+
+    A slot, ring or position that does not exist is as for `insert_window`.
     """
     keep = POOLED[ratio]
     assert x_TC.dtype == state.dtype == torch.float32
     assert x_TC.shape[1] == state.shape[2] == 2 * WIDTH[ratio]
     assert state.shape[1] >= keep
     assert page_entries & (page_entries - 1) == 0
+    assert pages.dtype == torch.uint8
+    assert pages.shape[1] >= page_entries * ENTRY_BYTES
+    for t, dtype in (
+        (step.positions_T, torch.int64),
+        (step.first_row_T, torch.int32),
+        (step.last_row_T, torch.int32),
+        (step.ring_T, torch.int64),
+        (step.slots_T, torch.int64),
+    ):
+        assert t.dtype == dtype
+        assert t.shape == x_TC.shape[:1]
+        assert t.is_contiguous()
     params = _Params(
         x=x_TC.data_ptr(),
         x_stride=x_TC.stride(0),
@@ -162,6 +190,9 @@ def compress(
         keep=keep,
         log2_entries=page_entries.bit_length() - 1,
         tokens=x_TC.shape[0],
+        num_positions=cos_sin.shape[0],
+        num_rings=state.shape[0],
+        num_slots=pages.shape[0] * page_entries,
     )
     if window is not None:
         _set_window(params, window)

@@ -76,7 +76,7 @@ constexpr uint32_t kTurn = kSink + 256;      // [64] fp32: cosines and sines of 
 constexpr uint32_t kScales = kTurn + 256;    // [2][64] of 8 bytes: of the rows of a tile, before they are converted
 constexpr uint32_t kSlots = kScales + 1024;  // [2][256 threads]: slots of four tiles, and of the next four
 constexpr uint32_t kBars = kSlots + 2048;    // 7 mbarriers
-constexpr uint32_t kLost = kBars + 56;       // whether a list named a slot that does not exist
+constexpr uint32_t kLost = kBars + 56;       // whether a list has a length that cannot be, or a slot that does not exist
 constexpr uint32_t kSmemBytes = kBars + 64;
 constexpr float kUnscale = 4294967296.0f;    // 2^32
 
@@ -665,9 +665,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
   if (group == 1) {
     const int i = threadIdx.x & 63;
     if (threadIdx.x < 192) {
-      // A list of negative length, or of one that it has no room for, is none: what would be made of it is NaN.
-      const float sink = p.sink && head0 + i < p.heads ? p.sink[head0 + i] : -INFINITY;
-      ((float*)(shared_bytes + kSink))[i] = broken ? __int_as_float(0x7fffffff) : sink;
+      ((float*)(shared_bytes + kSink))[i] = p.sink && head0 + i < p.heads ? p.sink[head0 + i] : -INFINITY;
     } else if (p.raw_q || p.out8 || p.turn_out) {
       ((float*)(shared_bytes + kTurn))[i] = p.cos_sin[p.positions[token] * 64 + i];
     }
@@ -700,6 +698,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
     }
   } else if (group == 0) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    if (broken) st_shared_b32(smem + kLost, 1);
     const int first_quarter = S == 1 ? 0 : side * 2;
     float o[128 / S];
 #pragma unroll

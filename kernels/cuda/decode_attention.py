@@ -98,10 +98,12 @@ def parts_of(tiles: int) -> int:
     return 1 if tiles <= ONE_BLOCK else 2 if tiles <= TWO_BLOCKS else 4
 
 
-def _list_of(entries: EntryList | None) -> _List:
+def _list_of(entries: EntryList | None, tokens: int) -> _List:
     if entries is None:
         return _List()
     n = entries.page_entries
+    assert entries.slots_BW.shape[0] == tokens
+    assert entries.lengths_B.shape == (tokens,)
     assert n & (n - 1) == 0
     assert entries.pages.dtype == torch.uint8
     assert entries.pages.stride(1) == 1
@@ -160,10 +162,16 @@ def decode_attention(
     blocks = split or parts_of(sum(-(-x.slots_BW.shape[1] // TILE) for x in (window, second) if x is not None))
     assert blocks in SPLITS
     assert scale > 0
+    assert q_BHD.shape[2] == NOPE + ROPE
+    assert sink_H is None or (sink_H.dtype == torch.float32 and sink_H.shape == q_BHD.shape[1:2])
+    assert lse_BH is None or (lse_BH.dtype == torch.float32 and lse_BH.shape == q_BHD.shape[:2])
+    assert lse_BH is None or lse_BH.is_contiguous()
     fused = raw_q or turn_out or quantised is not None
     if fused:
         assert positions_B is not None
         assert positions_B.dtype == torch.int64
+        assert positions_B.shape == q_BHD.shape[:1]
+        assert positions_B.is_contiguous()
         assert cos_sin is not None
         assert cos_sin.dtype == torch.float32
         assert cos_sin.is_contiguous()
@@ -171,7 +179,7 @@ def decode_attention(
         q=build.address(q_BHD),
         q_stride_t=q_stride_t,
         q_stride_h=q_stride_h,
-        list=(_List * 2)(_list_of(window), _list_of(second)),
+        list=(_List * 2)(_list_of(window, q_BHD.shape[0]), _list_of(second, q_BHD.shape[0])),
         sink=build.address(sink_H),
         positions=build.address(positions_B) if fused else None,
         cos_sin=build.address(cos_sin) if fused else None,
@@ -188,6 +196,8 @@ def decode_attention(
     )
     if quantised is not None:
         codes, scales = quantised
+        assert codes.shape == (q_BHD.shape[1] // 8, q_BHD.shape[0], 4096)
+        assert scales.shape == (*codes.shape[:2], 32)
         assert codes.stride(2) == scales.stride(1) == 1
         assert codes.data_ptr() % 16 == codes.stride(0) % 16 == codes.stride(1) % 16 == 0
         params.out8, params.out8_stride_g, params.out8_stride_t = codes.data_ptr(), codes.stride(0), codes.stride(1)
@@ -198,6 +208,8 @@ def decode_attention(
         )
     else:
         assert out_BHD is not None
+        assert out_BHD.dtype == torch.bfloat16
+        assert out_BHD.shape == q_BHD.shape
         params.out, (params.out_stride_t, params.out_stride_h) = out_BHD.data_ptr(), build.box_strides(out_BHD, "out")
     if not q_BHD.shape[0]:
         return

@@ -6,7 +6,7 @@ using namespace hr;
 struct Params {
   const uint8_t* pages;  // base of page 0
   int64_t page_stride;   // bytes
-  int64_t num_slots;     // negative slots give rows of zeros, slots past the last NaN
+  int64_t num_slots;     // slot -1 gives a row of zeros, any other outside [0, num_slots) NaN
   const int32_t* slots;  // [rows]
   uint8_t* octets;       // where row 0 goes
   int32_t rows, log2_entries;
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(256) entry_rows(const __grid_constant__ Params
   const int row = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31, in_octet = row & 7;
   if (row >= p.rows) return;
   const int32_t slot = p.slots[row];
-  const uint32_t none = slot < 0 ? 0 : 0x7fff7fffu;
+  const uint32_t none = slot == -1 ? 0 : 0x7fff7fffu;
   uint4 out[2] = {make_uint4(none, none, none, none), make_uint4(none, none, none, none)};
   if (slot >= 0 && slot < p.num_slots) {
     const int entries = 1 << p.log2_entries, at = slot & (entries - 1);

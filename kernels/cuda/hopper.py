@@ -401,7 +401,7 @@ class FastHopperOps(HopperOps):
             return super().choose(plan, q_TJI, w_TJ, keys, table, topk)
         best = self._best(plan, q_TJI, w_TJ, keys, table, topk, None)
         first = self._prefill.first_T[4][:, None]
-        return Selected(torch.where(best.slots_TW >= 0, best.slots_TW + first, -1), best.count_T)
+        return Selected(torch.where(best.slots_TW >= 0, best.slots_TW + first, best.slots_TW), best.count_T)
 
     def _split(self, tokens: int, ratio: int) -> int:
         """What was fastest on 132 multiprocessors, of which 16 clusters of five fit, and seven of ten."""

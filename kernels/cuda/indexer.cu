@@ -558,7 +558,9 @@ struct TopkRow {
         out(p.out + token * p.out_stride),
         n(p.lengths[token]),
         broken((uint32_t)n > (uint32_t)p.max_length) {}
-  __device__ int32_t slot(int place) const { return table ? table[place >> 6] * 64 + (place & 63) : place; }
+  // A page whose slots no int32 could name gives slots that none has, and -1 least of all.
+  static __device__ int32_t known(int32_t page) { return (uint32_t)page < 1u << 25 ? page : -(1 << 25); }
+  __device__ int32_t slot(int place) const { return table ? known(table[place >> 6]) * 64 + (place & 63) : place; }
   // Which threads met a logit that is no finite number: of a broken key, or of none. The row then has chosen nothing, and says so
   // once all have met in a barrier.
   __device__ void end(const TopkParams& p, int token, float zero) const {
@@ -750,7 +752,7 @@ __global__ void __launch_bounds__(THREADS, 1) top_k_row(const __grid_constant__ 
     n = row.n;
   }
   if (row.all(p, token, true)) return;
-  const int page = tid < kPages && tid * 64 < n && row.table ? row.table[tid] : tid;
+  const int page = tid < kPages && tid * 64 < n && row.table ? TopkRow::known(row.table[tid]) : tid;
   // Eight lanes have one set of values, or two: the largest of each lane's keys, or of its even and of its odd ones. `rank` keys
   // reach the rank-th largest of a set, so k keys reach the least of these over all sets. It is 0 where lanes have no key.
   uint32_t lo = 0, hi = 0;

@@ -85,11 +85,20 @@ def index_logits(
         of at most so many keys are left out (top-k takes all).
         blocks: how many share the work, 4 for each multiprocessor; no result depends on it.
     """
+    tokens = q_THD.shape[0]
     assert q_THD.shape[1:] == (HEADS, CHANNELS)
+    assert w_TH.shape == (tokens, HEADS)
+    assert table_TW.shape[0] == logits.shape[0] == tokens
+    assert lengths_T.shape == (tokens,)
+    assert lengths_T.is_contiguous()
+    assert table_TW.stride(1) == 1 or table_TW.shape[1] <= 1
     assert q_THD.stride()[1:] == (CHANNELS, 1)
     assert w_TH.dtype == torch.float32
     assert w_TH.stride(1) == 1
     assert w_TH.stride(0) % 2 == 0
+    assert pages.dtype == torch.uint8
+    assert pages.shape[0] > 0
+    assert pages.shape[1] >= PAGE * KEY_BYTES
     assert pages.stride(1) == 1
     assert pages.stride(0) % 16 == pages.data_ptr() % 16 == 0
     assert q_THD.stride(0) % 4 == q_THD.data_ptr() % 4 == 0
@@ -99,7 +108,7 @@ def index_logits(
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     assert logits.shape[1] <= PAGE * table_TW.shape[1]
-    if not q_THD.shape[0]:
+    if not tokens:
         return
     params = _Logits(
         q=q_THD.data_ptr(),
@@ -114,7 +123,7 @@ def index_logits(
         lengths=lengths_T.data_ptr(),
         logits=logits.data_ptr(),
         logits_stride=logits.stride(0),
-        tokens=q_THD.shape[0],
+        tokens=tokens,
         max_pages=table_TW.shape[1],
         skip=skip,
         blocks=blocks,
@@ -150,6 +159,14 @@ def top_k(
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     assert out_TK.stride(1) == 1
+    assert logits.shape[0] == out_TK.shape[0]
+    for x in (lengths_T,) if out_lengths_T is None else (lengths_T, out_lengths_T):
+        assert x.dtype == torch.int32
+        assert x.shape == logits.shape[:1]
+        assert x.is_contiguous()
+    assert out_TK.dtype == torch.int32
+    assert table_TW is None or (table_TW.dtype == torch.int32 and table_TW.shape[0] == logits.shape[0])
+    assert table_TW is None or table_TW.stride(1) == 1 or table_TW.shape[1] <= 1
     longest = logits.shape[1] if max_length is None else max_length
     assert longest <= logits.shape[1]
     assert table_TW is None or longest <= PAGE * table_TW.shape[1]

@@ -11,7 +11,7 @@ struct RowsParams {
   const int32_t* row;        // [T]: the query's own row, the last one of its window
   const int32_t* length;     // [T]: rows of its window, at most 128
   const uint8_t* second;     // workspace of the second list's rows
-  const int32_t* list;       // [T, width]: rows, negative: none; null: rows first[t] .. first[t] + count[t] - 1
+  const int32_t* list;       // [T, width]: rows, -1: none; null: rows first[t] .. first[t] + count[t] - 1
   int64_t list_stride;
   const int32_t* first;      // [T], multiples of 8; without a list
   const int32_t* count;      // [T]

@@ -98,8 +98,8 @@ def gather_rows(pages: Tensor, page_entries: int, slots_R: Tensor, octets: Tenso
 
     Args:
         pages: uint8 [P, page stride], stride(1) = 1, as `decode_attention.EntryList` has them; page_entries a power of
-            two. slots_R: int32 [R], page * page_entries + position; a negative slot gives a row of zeros, one past the
-            pool a row of NaN.
+            two. slots_R: int32 [R], page * page_entries + position; -1 gives a row of zeros, anything else that is no
+            slot of the pool a row of NaN.
         octets: bf16 workspace of at least R rows, written.
     """
     assert octets.dtype == torch.bfloat16
@@ -138,7 +138,8 @@ def prefill_window(
     Args:
         q_THD: [T, H, 512] bf16, normed and rotated; out_THD: the same shape, written. stride(2) = 1, rows at
             multiples of 16 bytes.
-        octets: workspace as `pack_octets` makes it; rows of an octet that belong to nobody must still be finite.
+        octets: workspace as `pack_octets` makes it; rows of an octet that belong to nobody must still be finite. A row
+            that is NaN may make queries NaN whose windows have it behind them or in their last octet.
         row_T: int32 [T], the workspace row of the query's own entry, the last of its window. Queries that follow each
             other in a sequence should do so here. A row must equal its position modulo RING: then the bits do not
             depend on the chunk.
@@ -146,11 +147,10 @@ def prefill_window(
             all lie in the workspace is broken, as one of another length is: it gets NaN.
         sink_H: [H] fp32 or None. lse_TH: [T, H] fp32, natural logarithm, or None.
     """
-    assert q_THD.dtype == octets.dtype == out_THD.dtype == torch.bfloat16
+    assert octets.dtype == torch.bfloat16
     assert octets.is_contiguous()
-    for x in (row_T, length_T):
-        assert x.dtype == torch.int32
-        assert x.is_contiguous()
+    assert octets.data_ptr() % 16 == 0
+    _check(q_THD, (row_T, length_T), sink_H, out_THD, lse_TH)
     queries, heads, _ = q_THD.shape
     out_stride_t, out_stride_h = build.box_strides(out_THD, "out")
     params = _WindowParams(
@@ -191,22 +191,23 @@ def prefill_rows(
         q_THD, window, row_T, length_T, sink_H, out_THD, lse_TH: as for `prefill_window`; with list_TW rows may lie
             anywhere and octets of the window may hold anything beside them.
         second: workspace of the second list's rows. count_T: int32 [T], how many of them a query has.
-        list_TW: int32 [T, W], its rows (negative: none), stride(1) = 1: the form for selected entries. Without it they
+        list_TW: int32 [T, W], its rows (-1: none), stride(1) = 1: the form for selected entries. Without it they
             are rows first_T[t] (int32, multiple of 8) to first_T[t] + count_T[t] - 1; the last octet must be finite
             throughout. Neighbours in a sequence then share what they load. Broken, and so NaN, is a query whose rows do
             not all lie in the workspaces, or whose count is negative or larger than W.
     """
-    assert q_THD.dtype == window.dtype == second.dtype == out_THD.dtype == torch.bfloat16
+    assert window.dtype == second.dtype == torch.bfloat16
     assert window.is_contiguous()
     assert second.is_contiguous()
     assert (list_TW is None) != (first_T is None)
-    for x in (row_T, length_T, count_T) if first_T is None else (row_T, length_T, count_T, first_T):
-        assert x.dtype == torch.int32
-        assert x.is_contiguous()
+    assert window.data_ptr() % 16 == second.data_ptr() % 16 == 0
+    per_query = (row_T, length_T, count_T) if first_T is None else (row_T, length_T, count_T, first_T)
+    _check(q_THD, per_query, sink_H, out_THD, lse_TH)
     list_stride = width = 0
     if list_TW is not None:
         list_stride, width = list_TW.stride(0), list_TW.shape[1]
         assert list_TW.dtype == torch.int32
+        assert list_TW.shape[0] == q_THD.shape[0]
         assert list_TW.stride(1) == 1 or width <= 1
     queries, heads, _ = q_THD.shape
     out_stride_t, out_stride_h = build.box_strides(out_THD, "out")
@@ -232,6 +233,23 @@ def prefill_rows(
         width,
     )
     _launch("prefill_dense" if list_TW is None else "prefill_rows", params, q_THD)
+
+
+def _check(
+    q_THD: Tensor, per_query: tuple[Tensor, ...], sink_H: Tensor | None, out_THD: Tensor, lse_TH: Tensor | None
+) -> None:
+    assert q_THD.dtype == out_THD.dtype == torch.bfloat16
+    assert q_THD.shape == out_THD.shape
+    assert q_THD.shape[2] == 512
+    for x in per_query:
+        assert x.dtype == torch.int32
+        assert x.shape == q_THD.shape[:1]
+        assert x.is_contiguous()
+    assert sink_H is None or (sink_H.dtype == torch.float32 and sink_H.shape == q_THD.shape[1:2])
+    if lse_TH is not None:
+        assert lse_TH.dtype == torch.float32
+        assert lse_TH.shape == q_THD.shape[:2]
+        assert lse_TH.is_contiguous()
 
 
 @functools.cache

@@ -86,15 +86,15 @@ struct Dense {
     tiles = 0;
     if (i >= p.queries) return;
     row = ld_int(p.row + i);
-    const int length = ld_int(p.length + i);
+    int length = ld_int(p.length + i);
     count = ld_int(p.count + i);
     first = ld_int(p.first + i);
-    start = row - length + 1;
-    near = length > 0 ? (row >> 3) - (start >> 3) + 1 : 0;
     far = (max(count, 0) >> 3) + ((count & 7) != 0);
     if (!window_lies_in(row, length, p.window_octets) || count < 0 ||
         (count > 0 && ((first & 7) || first < 0 || (first >> 3) > p.second_octets - far)))
-      near = far = 0, count = -1;
+      length = far = 0, count = -1;
+    start = length > 0 ? row - length + 1 : 0;
+    near = length > 0 ? (row >> 3) - (start >> 3) + 1 : 0;
     first >>= 3;
     far_tiles = (far + max(0, near - 16) + 7) >> 3;
     tiles = max(1, far_tiles + ((min(near, 16) + 7) >> 3));
@@ -427,7 +427,7 @@ extern "C" int hr_prefill_dense(const RowsParams* p, const void* q, int64_t stri
     if (own_most <= most) most = own_most, own.chunk = n;
   }
   cudaError_t e = encode_octets(&own.window_map, p->window, p->window_octets);
-  if (e == cudaSuccess) e = encode_octets(&own.second_map, p->second, p->second_octets);
+  if (e == cudaSuccess) e = encode_octets(&own.second_map, p->second_octets ? p->second : p->window, p->second_octets);
   if (e != cudaSuccess) return e;
   return launch_prefill(prefill_dense, own, q, stride_t, stride_h, 2, 4, blocks, 512, kSmemBytes, (cudaStream_t)stream);
 }

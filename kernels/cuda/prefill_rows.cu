@@ -63,8 +63,8 @@ struct Gather {
     i += gridDim.x;
     enter(p);
   }
-  __device__ __forceinline__ int octets(const RowsParams& p) const { return t < window_tiles ? p.window_octets : p.second_octets; }
-  // The workspace row of the tile's row r, negative: none. What comes from the list may lie out of reach; it is not looked at here,
+  __device__ __forceinline__ uint32_t octets(const RowsParams& p) const { return t < window_tiles ? p.window_octets : p.second_octets; }
+  // The workspace row of the tile's row r, -1: none. What comes from the list may lie out of reach; it is not looked at here,
   // two tiles ahead, for that would wait for it.
   __device__ __forceinline__ int read(const RowsParams& p, int r) const {
     const bool in_window = t < window_tiles;
@@ -129,12 +129,12 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
     const int r_own = lane < 16 ? ((lane >> 2) * 4 + loader) * 4 + (lane & 3) : kTile;
     Gather at(p);
     const auto tell = [&](int tile, int from) {  // of the tile where `at` is
-      if (r_own < kTile) bias(tile, r_own, from < 0 ? 0xff800000u : (from >> 3) < at.octets(p) ? 0u : 0x7fffffffu);
+      if (r_own < kTile) bias(tile, r_own, from == -1 ? 0xff800000u : (uint32_t)from >> 3 < at.octets(p) ? 0u : 0x7fffffffu);
       note(tile, places(at.t, at.tiles) | (tile & 1 ? kBuffer : 0) | (tile & 2 ? kLoadParity : 0) | (at.k & 1 ? kQueryParity : 0), at.i);
     };
     int from = at.read(p, r_own), from_next = -1, from_third = -1;
     bool more = at.i < p.queries, window = at.t < at.window_tiles;
-    int octets = at.octets(p);
+    uint32_t octets = at.octets(p);
     if (more) {
       tell(0, from);
       at.advance(p);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
 #pragma unroll
       for (int g = 0; g < 4; ++g) {
         const int row = __shfl_sync(~0u, from, g * 4 + sub), x = max(row, 0);
-        bytes[g] = row >= 0 && (row >> 3) < octets ? 16 : 0;
+        bytes[g] = (uint32_t)row >> 3 < octets ? 16 : 0;
         // Row r of the tile has chunk c at place c ^ r % 8, the workspace has that at place c ^ r % 8 ^ x % 8.
         src[g] = base + (((int64_t)(x >> 3) << 13) + ((((x & 7) << 7) | ((x & 7) << 4)) ^ turned));
       }

@@ -55,15 +55,18 @@ struct Window {
 // What is in the ring, followed alike by the warp that loads and by those that wait for the loads.
 struct Ring {
   int first = 0, last = -1;  // octets
+  bool fresh = false;        // nothing of what was in it is left
   int row = -2, run = 0;     // of the query before; queries in a row whose rows follow each other
   // The next query's window: how many octets are to be loaded, from `from` on.
   __device__ __forceinline__ int step(int now, int length, int& from) {
     run = now == row + 1 ? run + 1 : 0;
     row = now;
+    fresh = false;
     if (length <= 0) return 0;
     const int a = (now - length + 1) >> 3, b = now >> 3;
     if (last < 0 || a < first || a > last + 1 || b < first) {
       run = 0;
+      fresh = true;
       from = first = a;
       last = b;
       return b - a + 1;
@@ -128,9 +131,11 @@ __global__ void __launch_bounds__(384, 1) prefill_window(const __grid_constant__
         for (int g = 0; g < 2; ++g)  // a count, not an mbarrier: the groups may be several queries ahead of what is asked here
           while (done_of(done + 4 * g) < 4 * ((free + 1 - g) / 2)) __nanosleep(64);
         const uint32_t bar = loaded + 8 * (loads++ % kLoads);
-        mbar_expect(bar, more * kOctetBytes);
-        for (int o = from; o < from + more; ++o)
-          bulk_load(smem + o % kOctets * kOctetBytes, p.rows + (int64_t)o * kOctetBytes, kOctetBytes, bar);
+        // Products take the whole ring. What another sequence left there could be NaN, which weight 0 does not make 0.
+        const int octets = ring.fresh ? kOctets : more;
+        mbar_expect(bar, octets * kOctetBytes);
+        for (int o = from; o < from + octets; ++o)
+          bulk_load(smem + o % kOctets * kOctetBytes, p.rows + (int64_t)(o < from + more ? o : from) * kOctetBytes, kOctetBytes, bar);
       }
     } else if (warp == 9) {
       for (int i = begin; i < end; ++i)

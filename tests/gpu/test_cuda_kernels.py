@@ -4,6 +4,8 @@ other batches."""
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -203,9 +205,13 @@ def test_a_broken_list_breaks_its_token(split: int | None) -> None:
     torch.manual_seed(10)
     case = make_case(5, 64, (128, 512), (64, 64), whole=True)
 
-    def run(sink: torch.Tensor | None = case["sink"]) -> torch.Tensor:
-        out = torch.empty(5, 64, 512, device=DEV, dtype=torch.bfloat16)
-        k5.decode_attention(case["q"], case["window"], case["second"], sink_H=sink, split=split, out_BHD=out)
+    positions, table = torch.randint(0, 4096, (5,), device=DEV), turns(4096)
+
+    def run(sink: torch.Tensor | None = case["sink"], **ends: object) -> torch.Tensor:
+        out, lse = torch.empty(5, 64, 512, device=DEV, dtype=torch.bfloat16), torch.empty(5, 64, device=DEV)
+        lists = case["window"], case["second"]
+        k5.decode_attention(case["q"], *lists, sink_H=sink, split=split, out_BHD=out, lse_BH=lse, **ends)
+        assert torch.equal(lse.isnan(), out.isnan().any(2) if "quantised" not in ends else lse.isnan())
         return out
 
     whole = run()
@@ -222,6 +228,11 @@ def test_a_broken_list_breaks_its_token(split: int | None) -> None:
             assert out[2].isnan().all(), (name, at, value)
             assert torch.equal(out[[0, 1, 3, 4]], whole[[0, 1, 3, 4]]), (name, at, value)
             assert run(None)[2].isnan().all()
+            fused = {"positions_B": positions, "cos_sin": table, "raw_q": True}
+            assert run(**fused, turn_out=True)[2].isnan().all()
+            codes = torch.zeros(8, 5, 4096, device=DEV).to(torch.float8_e4m3fn)
+            run(**fused, quantised=(codes, torch.zeros(8, 32, 5, device=DEV).transpose(1, 2)))
+            assert torch.equal(codes.float().isnan().all(2).all(0), torch.arange(5, device=DEV) == 2)
             what[at] = kept
     assert torch.equal(run(), whole)
     case["second"].lengths_B[2], case["window"].lengths_B[2] = -1, 0  # nothing else to attend to
@@ -338,7 +349,9 @@ def test_index_logits_match_float64() -> None:
     k4.index_logits(q, w, pages, table, lengths, out[:, :1800])
     assert torch.equal(out[:, 1800:], kept[:, 1800:])
     assert torch.equal(out[1], kept[1])
-    assert error(out[5, :1800], want[5, :1800]) < 1e-3
+    want = k4.index_logits_reference(q[5:], w[5:], pages, table[5:], lengths[5:].clamp_max(1800))
+    for t in (0, 1):
+        assert error(out[5 + t, :1800], want[t]) < 1e-3
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -412,6 +425,44 @@ def test_index_choice_follows_lengths_that_change_under_a_graph() -> None:
             assert torch.equal(got[0][turn], slots)
             assert torch.equal(out[turn], slots)
             assert torch.equal(got[1][turn], want_count)
+
+
+def test_pages_that_no_slot_could_name_break_the_choice() -> None:
+    """They become slots of no pool, not somebody's, and not the -1 that attention skips."""
+    for n in (40, 700):  # all of them, or the best
+        table = torch.zeros(1, 16, dtype=torch.int32, device=DEV)
+        for page in (-1, -3, 2**25, 2**26 + 5, 2**31 - 1, -(2**31)):
+            table[0, 0] = page
+            out, logits = torch.empty(1, 64, dtype=torch.int32, device=DEV), torch.zeros(1, 1024, device=DEV)
+            lengths = torch.tensor([n], dtype=torch.int32, device=DEV)
+            k4.top_k(logits, lengths, out, None, table)
+            assert (out[0, : min(n, 64)] < -1).all()
+
+
+@pytest.mark.parametrize("broken", ["window slot", "window position", "slot", "ring", "position", "late position"])
+def test_nothing_is_written_outside_of_the_pools(broken: str) -> None:
+    """A place that does not exist is a CUDA error: the process that asked for it is done."""
+    program = f"""
+import torch
+from headrace.kernels.cuda import compressor as k1
+z = lambda *s, dtype=torch.float32: torch.zeros(*s, dtype=dtype, device="cuda")
+broken, one = {broken!r}, lambda name, x, wrong, dtype=torch.int64: torch.tensor(
+    [x, wrong if broken == name else x], dtype=dtype, device="cuda")
+pages = z(4, 37440, dtype=torch.uint8)
+window = k1.WindowRows(kv_TD=z(2, 512, dtype=torch.bfloat16), positions_T=one("window position", 3, 100),
+    slots_T=one("window slot", 5, 256), pages=z(4, 37440, dtype=torch.uint8), page_entries=64)
+step = k1.Step(positions_T=one("position", 3, -1) if broken == "position" else one("late position", 3, 103),
+    first_row_T=torch.arange(2, dtype=torch.int32, device="cuda"), last_row_T=torch.arange(2, dtype=torch.int32,
+    device="cuda"), ring_T=one("ring", 1, 2), slots_T=one("slot", 7, 256))
+k1.compress(z(2, 2048), z(4, 1024), z(512, dtype=torch.bfloat16), step, z(2, 16, 2048), pages, 64, z(100, 64),
+    ratio=4, max_tokens_a_sequence=2, window=window)
+torch.cuda.synchronize()
+print("written")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode != 0
+    assert "written" not in done.stdout
+    assert "CUDA error" in done.stderr or "AcceleratorError" in done.stderr, done.stderr[-2000:]
 
 
 def make_step(first: list[int], tokens: list[int], entries: int) -> k1.Step:

@@ -42,7 +42,7 @@ def window_places(row: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
 
 
 def test_gathered_rows_are_the_entries() -> None:
-    """Any page size; negative slots give zeros, slots past the pool NaN; rows lie where `pack_octets` puts them."""
+    """Any page size; -1 gives zeros, slots that there are not NaN; rows lie where `pack_octets` puts them."""
     torch.manual_seed(1)
     for entries in (64, 2):
         stride = -(-entries * 584 // 576) * 576
@@ -54,14 +54,14 @@ def test_gathered_rows_are_the_entries() -> None:
         pages[:, : entries * 576].unflatten(1, (entries, 576))[at // entries, at % entries] = raw[at, :576]
         pages[:, entries * 576 : entries * 584].unflatten(1, (entries, 8))[at // entries, at % entries] = raw[at, 576:]
         slots = at[torch.randperm(at.numel(), device=DEV)[:88]].int()
-        slots[5], slots[17], slots[80] = -1, at.numel(), 2**31 - 1
+        slots[5], slots[17], slots[80], slots[3] = -1, at.numel(), 2**31 - 1, -2
         known = (slots >= 0) & (slots < at.numel())
         octets = torch.full((11, 8, 8, 64), math.nan, dtype=torch.bfloat16, device=DEV)
         k6.gather_rows(pages, entries, slots, octets)
         want = read_entries(pages, entries, torch.where(known, slots, 0).long(), torch.float32) * known[:, None]
         got = k6.unpack_octets(octets)
-        assert got[[17, 80]].isnan().all()
-        got[[17, 80]] = 0
+        assert got[[17, 80, 3]].isnan().all()
+        got[[17, 80, 3]] = 0
         assert torch.equal(got, want.to(torch.bfloat16))
 
 
@@ -239,12 +239,14 @@ def test_a_broken_query_is_nan_and_alone(kind: str) -> None:
     if kind != "window":
         breaks += [(count, -1), (count, 257), (count, far), (count, -far - 1)]
     if kind == "list":
-        breaks += [(count, width + 1), (chosen[:, 0], 256), (chosen[:, 3], far)]
+        breaks += [(count, width + 1), (chosen[:, 0], 256), (chosen[:, 3], far), (chosen[:, 9], -2)]
+        chosen[:, 5] = -1  # none
     if kind == "dense":
         breaks += [(first, 65), (first, -8), (first, 256), (first, far), (first, -far - 1)]
     at = [300 + 3 * i for i in range(len(breaks))]  # of windows of 128, and none with fewer than four others
     at[1], at[3] = at[0] + 1, at[2] + 1  # and neighbours
     count[at] = 50
+    first[200], count[200], first[201], count[201] = 192, 64, 0, 0  # to the last row; none
     whole, whole_lse = run()
     for i, (what, value) in zip(at, breaks, strict=True):
         what[i] = value
@@ -266,6 +268,29 @@ def test_no_queries_are_no_error() -> None:
     k6.prefill_rows(q, octets, none, none, octets, none, list_TW=none.view(0, 1), **ends)
     k6.prefill_rows(q, octets, none, none, octets, none, first_T=none, **ends)
     torch.cuda.synchronize()
+    q, none = make_q(3, 64), torch.zeros(3, dtype=torch.int32, device=DEV)  # and of no rows at all
+    for lists in ({"list_TW": none.view(3, 1)[:, :0]}, {"first_T": none}):
+        out = torch.full(q.shape, math.nan, dtype=torch.bfloat16, device=DEV)
+        k6.prefill_rows(q, octets, none, none, octets[:0], none, **lists, sink_H=None, out_THD=out)
+        assert (out == 0).all()
+
+
+def test_a_row_of_nan_does_not_leave_its_sequence() -> None:
+    """A sequence that begins elsewhere has its bits whatever the one before had in its window."""
+    torch.manual_seed(14)
+    rows, _ = make_rows(4096)
+    row = torch.cat([torch.arange(200), torch.arange(2000, 2150)]).int().to(DEV).repeat(100)
+    length = torch.cat([torch.arange(200), torch.arange(150)]).add(1).clamp_max(128).int().to(DEV).repeat(100)
+    q = make_q(row.numel(), 64)
+    outs = []
+    for spoilt in (False, True):
+        if spoilt:
+            rows[60:200] = math.nan
+        out = torch.empty(q.shape, dtype=torch.bfloat16, device=DEV)
+        k6.prefill_window(q, k6.pack_octets(rows).contiguous(), row, length, sink_H=None, out_THD=out)
+        outs.append(out[row >= 2000])
+        assert out[row == 100].isnan().any() == spoilt
+    assert torch.equal(*outs)
 
 
 def test_prefill_does_not_depend_on_the_cut() -> None:

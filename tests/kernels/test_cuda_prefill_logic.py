@@ -52,16 +52,16 @@ class Ring:
     """As in prefill_window.cu."""
 
     def __init__(self) -> None:
-        self.first, self.last, self.row, self.run = 0, -1, -2, 0
+        self.first, self.last, self.row, self.run, self.fresh = 0, -1, -2, 0, False
 
     def step(self, now: int, length: int) -> tuple[int, int]:
         self.run = self.run + 1 if now == self.row + 1 else 0
-        self.row = now
+        self.row, self.fresh = now, False
         if length <= 0:
             return 0, 0
         a, b = (now - length + 1) >> 3, now >> 3
         if self.last < 0 or a < self.first or a > self.last + 1 or b < self.first:
-            self.run, self.first, self.last = 0, a, b
+            self.run, self.first, self.last, self.fresh = 0, a, b, True
             return b - a + 1, a
         begin, more = self.last + 1, max(0, b - self.last)
         self.last = max(self.last, b)
@@ -78,9 +78,9 @@ def test_the_ring_holds_every_window(rng: random.Random) -> None:
             held = min(held, row)
             for i in range(rng.choice([1, 2, 9, 40, 300])):
                 queries.append((row + i, rng.choice([0] + 30 * [min(128, held + i + 1)])))
-        ring, content = Ring(), {}
+        ring, content, since = Ring(), {}, set()
         for i, (row, length) in enumerate(queries):
-            more, begin = ring.step(row, length)
+            more, begin = ring.step(row if length else 0, length)
             done = i - (9 if more == 1 and ring.run >= 10 else 0)  # queries that are done before the load
             for octet in range(begin, begin + more):
                 replaced = content.get(octet % OCTETS)
@@ -88,6 +88,12 @@ def test_the_ring_holds_every_window(rng: random.Random) -> None:
                     needed = range((later_row - later_length + 1) >> 3, (later_row >> 3) + 1) if later_length else ()
                     assert replaced not in needed
                 content[octet % OCTETS] = octet
+            if ring.fresh:  # what another sequence left is replaced, too, by copies that nobody asks for
+                for octet in range(begin + more, begin + OCTETS):
+                    content[octet % OCTETS] = -1
+                since = {-1}
+            since |= set(range(begin, begin + more))
+            assert not length or set(content.values()) <= since
             if length:
                 for octet in range((row - length + 1) >> 3, (row >> 3) + 1):
                     assert content[octet % OCTETS] == octet
