@@ -36,7 +36,7 @@ class Faults:
     fail: list[str] = field(default_factory=list)
     """Reasons with which the next legs fail at once."""
     die_at: int | None = None
-    """The worker is gone when it is about to say the token of this index."""
+    """The worker is gone when it is about to say the token of this index; those before it have been heard."""
     gap_at: int | None = None
     """This output index is left out."""
     hold_at: int | None = None
@@ -126,6 +126,12 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
             for outbox in self._outboxes:
                 outbox.put_nowait(None)
             await server.stop(0)
+
+    async def _die(self) -> None:
+        """Gone, but not before what was said has arrived: a server that stops takes along what it has not sent."""
+        for _ in range(20):  # nothing tells when the router, on the same loop, has read it: many turns, a long while
+            await asyncio.sleep(0.01)
+        await self.kill()
 
     def say_load(self) -> None:
         """A load report to every router, now."""
@@ -343,7 +349,7 @@ class FakeWorker(engine_pb2_grpc.EngineServicer):
         if self.faults.die_at is not None and index >= self.faults.die_at:
             self.faults.die_at = None
             # Not from within: killing the worker cancels this very task.
-            self._suicide = asyncio.get_running_loop().create_task(self.kill())
+            self._suicide = asyncio.get_running_loop().create_task(self._die())
             await asyncio.sleep(10)
         if self.faults.hold_at is not None and index >= self.faults.hold_at:
             await asyncio.sleep(1000)
