@@ -28,6 +28,11 @@ class World:
     def url(self) -> str:
         return f"http://{self.router.http_address}"
 
+    @property
+    def states(self) -> list[str]:
+        """Where the sequences stand that have not ended, as the router has heard."""
+        return [sequence.journey.state.value for sequence in self.router.dispatcher._alive.values()]
+
     async def until(self, condition, timeout_s: float = 5.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110

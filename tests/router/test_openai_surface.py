@@ -428,7 +428,7 @@ async def test_client_that_leaves_a_plain_request_ends_both_legs(w):
     """Before the first token, and not streamed."""
     w.workers["prefill-0"].faults.hold_at = 0
     call = asyncio.create_task(w.client.completions.create(model="tide", prompt="x", max_tokens=50))
-    await w.until(lambda: w.workers["prefill-0"].num_running == 1)
+    await w.until(lambda: w.states == ["prefilling"])
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     await w.until(lambda: w.workers["prefill-0"].num_running + w.workers["decode-1"].num_running == 0)
