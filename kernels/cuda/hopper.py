@@ -369,7 +369,7 @@ class FastHopperOps(HopperOps):
     size of the batch.
     """
 
-    name = "hopper-fast-3"
+    name = "hopper-fast-4"
 
     def __init__(self) -> None:
         super().__init__()

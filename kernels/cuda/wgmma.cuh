@@ -29,9 +29,10 @@ __device__ __forceinline__ uint64_t operand(uint32_t addr, uint32_t lead_bytes, 
 }
 
 // The operands of D: their names, and the registers that they are.
-#define HR_NAMES32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define HR_NAMES8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define HR_NAMES16 HR_NAMES8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define HR_NAMES24 HR_NAMES16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define HR_NAMES32 HR_NAMES24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define HR_NAMES64 \
   HR_NAMES32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -45,31 +46,43 @@ __device__ __forceinline__ uint64_t operand(uint32_t addr, uint32_t lead_bytes, 
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define HR_D8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define HR_D32(i) HR_D8(i), HR_D8(i + 8), HR_D8(i + 16), HR_D8(i + 24)
+#define HR_D16(i) HR_D8(i), HR_D8(i + 8)
+#define HR_D24(i) HR_D16(i), HR_D8(i + 16)
+#define HR_D32(i) HR_D24(i), HR_D8(i + 24)
 #define HR_D64(i) HR_D32(i), HR_D32(i + 32)
 #define HR_D128(i) HR_D64(i), HR_D64(i + 64)
 #define HR_D72(i) HR_D64(i), HR_D8(i + 64)
 
-// a, b, p: the names of the operands after D's N. flags: what follows the two signs.
+// D: the first N words of an array. a, b, p: the names of the operands after D's N. flags: what follows the two signs.
 #define HR_WGMMA_SS(name, shape, N, a, b, p, flags)                                                                     \
-  __device__ __forceinline__ void name(float (&d)[N], uint64_t desc_a, uint64_t desc_b, int accumulate) {               \
+  template <int M>                                                                                                      \
+  __device__ __forceinline__ void name(float (&d)[M], uint64_t desc_a, uint64_t desc_b, int accumulate) {               \
+    static_assert(M >= N, "");                                                                                          \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " p ", 0;\nwgmma.mma_async.sync.aligned." shape " {" HR_NAMES##N       \
                  "}, " a ", " b ", p, 1, 1" flags ";\n}\n"                                                                \
                  : HR_D##N(0)                                                                                           \
                  : "l"(desc_a), "l"(desc_b), "r"(accumulate));                                                          \
   }
 #define HR_WGMMA_RS(name, shape, N, a, b, p, flags)                                                                     \
-  __device__ __forceinline__ void name(float (&d)[N], const uint32_t(&a_)[4], uint64_t desc_b, int accumulate) {        \
+  template <int M>                                                                                                      \
+  __device__ __forceinline__ void name(float (&d)[M], const uint32_t(&a_)[4], uint64_t desc_b, int accumulate) {        \
+    static_assert(M >= N, "");                                                                                          \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " p ", 0;\nwgmma.mma_async.sync.aligned." shape " {" HR_NAMES##N       \
                  "}, {" a "}, " b ", p, 1, 1" flags ";\n}\n"                                                              \
                  : HR_D##N(0)                                                                                           \
                  : "r"(a_[0]), "r"(a_[1]), "r"(a_[2]), "r"(a_[3]), "l"(desc_b), "r"(accumulate));                       \
   }
 
+HR_WGMMA_SS(wgmma_qk16, "m64n16k16.f32.bf16.bf16", 8, "%8", "%9", "%10", ", 0, 0")
+HR_WGMMA_SS(wgmma_qk32, "m64n32k16.f32.bf16.bf16", 16, "%16", "%17", "%18", ", 0, 0")
+HR_WGMMA_SS(wgmma_qk48, "m64n48k16.f32.bf16.bf16", 24, "%24", "%25", "%26", ", 0, 0")
 HR_WGMMA_SS(wgmma_qk, "m64n64k16.f32.bf16.bf16", 32, "%32", "%33", "%34", ", 0, 0")
 HR_WGMMA_SS(wgmma_qk144, "m64n144k16.f32.bf16.bf16", 72, "%72", "%73", "%74", ", 0, 0")
 HR_WGMMA_SS(wgmma_pv_ss, "m64n128k16.f32.bf16.bf16", 64, "%64", "%65", "%66", ", 0, 1")
 HR_WGMMA_SS(wgmma_pv_ss256, "m64n256k16.f32.bf16.bf16", 128, "%128", "%129", "%130", ", 0, 1")
+HR_WGMMA_RS(wgmma_qk16_rs, "m64n16k16.f32.bf16.bf16", 8, "%8, %9, %10, %11", "%12", "%13", ", 0")
+HR_WGMMA_RS(wgmma_qk32_rs, "m64n32k16.f32.bf16.bf16", 16, "%16, %17, %18, %19", "%20", "%21", ", 0")
+HR_WGMMA_RS(wgmma_qk48_rs, "m64n48k16.f32.bf16.bf16", 24, "%24, %25, %26, %27", "%28", "%29", ", 0")
 HR_WGMMA_RS(wgmma_qk_rs, "m64n64k16.f32.bf16.bf16", 32, "%32, %33, %34, %35", "%36", "%37", ", 0")
 HR_WGMMA_RS(wgmma_pv64, "m64n64k16.f32.bf16.bf16", 32, "%32, %33, %34, %35", "%36", "%37", ", 1")
 HR_WGMMA_RS(wgmma_pv_rs, "m64n128k16.f32.bf16.bf16", 64, "%64, %65, %66, %67", "%68", "%69", ", 1")
@@ -78,11 +91,16 @@ HR_WGMMA_RS(wgmma_fp8_rs, "m64n64k32.f32.e4m3.e4m3", 32, "%32, %33, %34, %35", "
 
 #undef HR_WGMMA_SS
 #undef HR_WGMMA_RS
+#undef HR_NAMES8
+#undef HR_NAMES16
+#undef HR_NAMES24
 #undef HR_NAMES32
 #undef HR_NAMES64
 #undef HR_NAMES72
 #undef HR_NAMES128
 #undef HR_D8
+#undef HR_D16
+#undef HR_D24
 #undef HR_D32
 #undef HR_D64
 #undef HR_D72

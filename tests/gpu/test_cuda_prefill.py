@@ -181,6 +181,30 @@ def test_dense_lists_of_neighbours_match_float64() -> None:
         assert (lse[some].double() - want_lse).abs().max() < 1e-4
 
 
+def test_dense_lists_of_many_tiles_match_float64() -> None:
+    """Lists of more tiles than are planned at once (16), shorter ones between them; windows of some lengths."""
+    torch.manual_seed(14)
+    t = 300
+    rows, octets = make_rows(1024)
+    second, second_octets = make_rows(4096)
+    row = 400 + torch.arange(t, device=DEV, dtype=torch.int32)
+    length = torch.where(row % 7 == 0, row % 128 + 1, 128).int()
+    count = torch.where(row % 3 == 0, row % 1000, row * 4).int()
+    count[50:90] = torch.arange(40, device=DEV) + 877  # 14 tiles and the window's two, then 15
+    first = torch.zeros_like(row)
+    q, sink = make_q(t, 64), torch.randn(64, device=DEV) * 2
+    out = torch.full(q.shape, math.nan, dtype=torch.bfloat16, device=DEV)
+    lse = torch.full(q.shape[:2], math.nan, device=DEV)
+    k6.prefill_rows(q, octets, row, length, second_octets, count, first_T=first, sink_H=sink, out_THD=out, lse_TH=lse)
+    place = torch.arange(4096, device=DEV)
+    places = torch.where(place < count[:, None], place + 1024, -1)
+    places = torch.cat([window_places(row, length), places], 1)
+    for a in range(0, t, 20):
+        want, want_lse = k6.prefill_reference(q[a : a + 20], torch.cat([rows, second]), places[a : a + 20], sink_H=sink)
+        assert error(out[a : a + 20], want) < 5e-3
+        assert (lse[a : a + 20].double() - want_lse).abs().max() < 1e-4
+
+
 def test_a_spoilt_query_is_loud_and_alone() -> None:
     """A NaN in a query spoils that head of that query only, though q lies where others' rows lie."""
     torch.manual_seed(12)

@@ -111,44 +111,123 @@ def test_the_mask_picks_the_window(length: int) -> None:
         assert kept == {r % 144 for r in range(row - length + 1, row + 1)}
 
 
-Tile = tuple[int, int, int, int]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """As in prefill_dense.cu: octets in a row, of the second list (far) or the window, then maybe the query's own."""
+
+    first: int = 0
+    octets: int = 0
+    far: bool = False
+    own: bool = False
+    merged: bool = False
+    place: int = 0
+    own_at: int = 0
+    mask: int = 0
+
+    def same(self, other: Tile) -> bool:
+        lies = (self.first, self.octets, self.far) == (other.first, other.octets, other.far)
+        return lies and not self.own and not other.own
+
+    @property
+    def places(self) -> int:
+        """Octets that are loaded and multiplied: pairs of them."""
+        number = self.octets + self.own
+        return 2 * max(1, (number + 1) >> 1) if number else 0
+
+
+def ones(n: int) -> int:
+    return (1 << min(64, max(0, n))) - 1
 
 
 def dense_tiles(row: int, length: int, count: int, first: int) -> list[Tile]:
-    """As in prefill_dense.cu, in the query's order: first octet and octets of the second list, then of the window."""
+    """As in prefill_dense.cu, in the query's order."""
     start = row - length + 1
     near = (row >> 3) - (start >> 3) + 1 if length > 0 else 0
     far = (count + 7) >> 3
-    far_tiles = (far + max(0, near - 16) + 7) >> 3
-    number = max(1, far_tiles + ((min(near, 16) + 7) >> 3))
+    number = max(1, ((far + 7) >> 3) + (near > 0) + (near > 1))
+    others = min(near, 16) - 1
+    last = min(8, others)
     tiles = []
     for u in range(number):
-        far_first, here, near_first, there = 0, 0, 0, 0
-        if u < far_tiles:
-            here = min(8, far - 8 * u)
-            far_first = first // 8 + 8 * u if here else 0
-            if u == far_tiles - 1 and near > 16:
-                there, near_first = near - 16, start >> 3
+        if 8 * u < far:
+            tiles.append(
+                Tile(first=(first >> 3) + 8 * u, octets=min(8, far - 8 * u), far=True, mask=ones(count - 64 * u))
+            )
         elif near > 0:
-            behind = 8 * (number - 1 - u)
-            there = min(8, min(near, 16) - behind)
-            near_first = (row >> 3) - behind - there + 1
-        tiles.append((far_first, here, near_first, there))
+            own = u == 0 or 8 * (u - 1) < far
+            octets = others - last if own else last
+            at = (row >> 3) - (others if own else last)
+            mask = ones(8 * octets) & ~ones(start - 8 * at)
+            rows, place = ones((row & 7) + 1), row & 7
+            if near > 16:
+                rows |= 255 & ~ones(start & 7)
+            if near == 1:
+                rows &= ~ones(start & 7)
+            if own:
+                mask |= rows << 8 * octets
+                tiles.append(
+                    Tile(first=at, octets=octets, own=True, merged=near > 16, place=place, own_at=others, mask=mask)
+                )
+            else:
+                tiles.append(Tile(first=at, octets=octets, mask=mask))
+        else:
+            tiles.append(Tile())
     return tiles[::-1] if row & 1 else tiles
 
 
+def dense_loads(x: Tile) -> list[int]:
+    """Rows of the workspace in the places of a tile, as the loaders of prefill_dense.cu bring them."""
+    rows: list[int] = []
+    for place in range(7 if x.merged else x.places):
+        own = x.own and (place == x.octets or x.octets == 0)
+        octet = x.first + (x.own_at if own else place if place < x.octets else 0)
+        rows += range(8 * octet, 8 * octet + 8)
+    if x.merged:
+        assert x.octets == 7
+        later = x.place + 1
+        rows += [8 * (x.first + 15) + r for r in range(later)] + [8 * (x.first - 1) + r for r in range(later, 8)]
+    return rows
+
+
 def test_dense_tiles_hold_every_row_once(rng: random.Random) -> None:
-    """Each octet of the window and of the second list lies in one tile, and a tile has at most eight."""
-    for _ in range(2000):
-        row, length, count = rng.randint(128, 900), rng.randint(0, 128), rng.choice([0, rng.randint(0, 300)])
-        first = rng.randint(0, 40) * 8
-        near, far = [], []
-        for far_first, here, near_first, there in dense_tiles(row, length, count, first):
-            assert here + there <= 8
-            far += list(range(far_first, far_first + here))
-            near += list(range(near_first, near_first + there))
-        assert sorted(far) == list(range(first // 8, (first + count + 7) // 8))
-        assert sorted(near) == (list(range((row - length + 1) >> 3, (row >> 3) + 1)) if length else [])
+    """Each row of the window and of the second list counts once, where it was loaded; what lies beside it is near."""
+    merged = 0
+    for _ in range(5000):
+        row, count = rng.randint(128, 900), rng.choice([0, rng.randint(0, 300)])
+        length, first = rng.choice([rng.randint(0, 128), rng.randint(120, 128)]), rng.randint(0, 40) * 8
+        counted: dict[bool, list[int]] = {False: [], True: []}
+        for x in dense_tiles(row, length, count, first):
+            rows = dense_loads(x)
+            assert len(rows) == 8 * x.places <= 64
+            assert x.mask >> len(rows) == 0
+            counted[x.far] += [r for i, r in enumerate(rows) if x.mask >> i & 1]
+            lowest, highest = (first, first + count) if x.far else (row - length + 1, row + 1)
+            assert all(lowest & ~7 <= r < highest + 7 & ~7 for r in rows)
+            merged += x.merged
+        assert sorted(counted[True]) == list(range(first, first + count))
+        assert sorted(counted[False]) == list(range(row - length + 1, row + 1))
+    assert merged > 1000
+
+
+def test_runs_are_dealt_once() -> None:
+    """Whatever the launch, each query is one block's, and of 8,192 no block has more than 63."""
+    for queries, blocks in ((1, 132), (131, 132), (700, 132), (8192, 132), (8191, 114), (300, 7)):
+        chunk, most = 1, queries
+        for n in range(1, 10):
+            runs = (queries + n - 1) // n
+            own_most = (runs + blocks - 1) // blocks * n
+            if own_most <= most:
+                most, chunk = own_most, n
+        grid, seen = min(queries, blocks), []
+        for block in range(grid):
+            i, mine = block * chunk, 0
+            while i < queries:
+                seen.append(i)
+                mine += 1
+                run = i // chunk
+                i = i + 1 if (i + 1) % chunk else (2 * grid * (run // grid + 1) - 1 - run) * chunk
+            assert mine <= (63 if (queries, blocks) == (8192, 132) else queries)
+        assert sorted(seen) == list(range(queries))
 
 
 def lies_in(row: int, length: int, count: int, first: int, window_octets: int, second_octets: int) -> bool:
@@ -175,18 +254,17 @@ def test_what_does_not_lie_in_the_workspaces_is_broken(rng: random.Random) -> No
         assert lies_in(row, length, count, first, *octets) == whole
         seen.add(whole)
         if whole:
-            for far_first, here, near_first, there in dense_tiles(row, length, count, first):
-                assert here == 0 or (far_first >= 0 and far_first + here <= octets[1])
-                assert there == 0 or (near_first >= 0 and near_first + there <= octets[0])
+            for x in dense_tiles(row, length, count, first):
+                assert all(0 <= r < 8 * octets[x.far] for r in dense_loads(x))
     assert seen == {False, True}
 
 
-def test_neighbours_meet_in_two_tiles() -> None:
+def test_neighbours_meet_in_a_tile() -> None:
     """Late in a sequence a query of an even row ends as the next one begins, and that one nearly always, too."""
     met = 0
     for row in range(400, 1400):
         one, two = (dense_tiles(r, 128, r // 8, 0) for r in (row, row + 1))
-        same = one[-1] == two[0] and one[-2] == two[1]
+        same = one[-1].same(two[0])
         assert same or row & 1
         met += same
     assert met > 900
@@ -211,7 +289,7 @@ def dense_items(queries: list[list[Tile]]) -> list[Item]:
         after = queries[number + 1] if number + 1 < len(queries) else []
         items.append(Item(slot=slots[0], content=number, query=number))
         slots = [slots[1], slots[0], slots[2]] if one else [slots[2], slots[0], slots[1]]
-        stays = bool(after) and len(tiles) > 1 and after[0] == tiles[-1]
+        stays = bool(after) and len(tiles) > 1 and after[0].same(tiles[-1])
         for t, tile in enumerate(tiles):
             items.append(
                 Item(
@@ -244,20 +322,22 @@ def test_three_slots_hold_what_is_needed(rng: random.Random) -> None:
             if not item.loaded:
                 held = items[used[item.slot]]
                 assert held.stays
-                assert held.content == item.content
+                assert isinstance(held.content, Tile)
+                assert isinstance(item.content, Tile)
+                assert held.content.same(item.content)
                 reused += 1
             elif item.slot in used:
                 before = used[item.slot]
                 old = items[before]
                 assert not old.stays
-                if isinstance(old.content, tuple):
+                if isinstance(old.content, Tile):
                     # Given back when the tile behind it has logits, if it is of the same query, and where the output
                     # lay, when the next query has weights: neither may wait for this load.
                     behind = items[before + 1]
                     last = behind.query != old.query
                     assert last or before + 1 < at
                     if old.takes_output:
-                        later = (i for i, x in enumerate(items) if x.query > old.query and isinstance(x.content, tuple))
+                        later = (i for i, x in enumerate(items) if x.query > old.query and isinstance(x.content, Tile))
                         assert next(later) < at
                 # Notes are overwritten after eight; of two in a row one at least waits for its load.
                 assert at - before <= 5
@@ -268,10 +348,10 @@ def test_three_slots_hold_what_is_needed(rng: random.Random) -> None:
 def test_output_takes_a_slot_of_its_query(rng: random.Random) -> None:
     """The slot that takes a query's output is neither the next query's nor that of a tile that stays."""
     for _ in range(100):
-        queries = [[(k, 8, 0, 0) for k in range(rng.choice([1, 2, 3, 6]))] for _ in range(30)]
+        queries = [[Tile(first=k, octets=8) for k in range(rng.choice([1, 2, 3, 6]))] for _ in range(30)]
         items = dense_items(queries)
         for number in range(29):
-            own = [x for x in items if x.query == number and isinstance(x.content, tuple)]
+            own = [x for x in items if x.query == number and isinstance(x.content, Tile)]
             (out,) = (x for x in own if x.takes_output)
             following = next(x for x in items if x.query == number + 1)
             assert following.slot != out.slot
