@@ -15,11 +15,13 @@
 // does not touch; a token's column does not see the others. So its bits depend on nothing else in the launch.
 //
 // One warp loads octets (copy engine, 128-byte swizzle: token t's row has its 16-byte chunks at c ^ t). Eight warps multiply, four
-// make gram, three add the warps' sums and send them to the token's owner (token t: block t, in every second octet t + 8) through
-// distributed shared memory. There two warps in turn make pre, post and the norm's factor and send pre and factor to all blocks,
-// and one does the Sinkhorn of up to 32 tokens at a time, a lane each. Eight warps make layer_in while the octet is still in
-// shared memory: the streams are read once. Where a sub-layer has ended these eight mix an octet kLate ahead of that, in
-// shared memory, and a last warp stores it from there. The product is at most kAhead octets ahead of layer_in.
+// make gram (two times four, in turn, where no sub-layer has ended: all others would wait for one four), three add the warps' sums
+// and send them to the token's owner (token t: block t, in every second octet t + 8) through distributed shared memory. There two
+// warps in turn make pre, post and the norm's factor and send pre and factor to all blocks, and one does the Sinkhorn of up to 32
+// tokens at a time, a lane each. Eight warps make layer_in while the octet is still in shared memory: the streams are read once.
+// Where a sub-layer has ended these eight mix an octet kLate ahead of that, in shared memory, and a last warp stores it from there.
+// A stage is loaded anew when layer_in is made from it, so nothing is more than kAhead octets ahead of layer_in, and all rings of
+// kAhead buffers need no other wait than the one for the stage.
 #include "copy_engine.cuh"
 #include "hopper.cuh"
 
@@ -46,19 +48,20 @@ struct Params {
 namespace {
 
 constexpr int kD = 4096, kRanks = 16, kChannels = kD / kRanks, kWarps = kChannels / 32, kCompute = kWarps * 32;
-constexpr int kOctet = 8, kGramWarps = 4, kReducers = 3, kThreads = 2 * kCompute + 32 * kGramWarps + 256;
-constexpr int kValues = 36;  // floats of a token's sums that travel: 24 products, 10 of the streams with each other, 2 unused
+constexpr int kOctet = 8, kGramWarps = 4, kReducers = 3;
+constexpr int kValues = 36;  // floats of a token's sums that travel: 24 products, 12 of the streams with each other, two of them twice
 constexpr int kRow = 24;     // a warp's products of a token; four tokens lie in different banks
-constexpr int kAhead = 8;    // octets that the product may be ahead of layer_in: what travels has as many buffers
-constexpr int kSums = 5;     // buffers of the warps' sums
+constexpr int kAhead = 8;    // octets that loading may be ahead of layer_in: what is loaded, and what travels, has as many buffers
 constexpr int kLate = 4;     // octets between mixing and layer_in, which the same warps make
 
 template <bool kAfter>
 struct Layout {
   static constexpr uint32_t kY = kOctet * 4 * kChannels * 2, kPost = kY + kOctet * kChannels * 2, kComb = kPost + kOctet * 16;
   static constexpr uint32_t kStage = kAfter ? kY + 5120 : kY;  // y, post, comb; rows of 128 bytes under the swizzle: whole 1024
-  static constexpr int kStages = kAfter ? 8 : 10;
-  static constexpr uint32_t kPartial = kStages * kStage;                                   // [kSums][warp][token][kRow] fp32
+  static constexpr int kSums = kAfter ? 5 : kAhead;  // buffers of the warps' sums, for want of shared memory fewer
+  static constexpr int kGramSets = kAfter ? 1 : 2;   // of four warps, which take octets in turn
+  static constexpr int kThreads = 2 * kCompute + 32 * kGramWarps * kGramSets + 256;
+  static constexpr uint32_t kPartial = kAhead * kStage;                                    // [kSums][warp][token][kRow] fp32
   static constexpr uint32_t kGrams = kPartial + kSums * kWarps * kOctet * kRow * 4;        // [kSums][warp][token] of 12 fp32
   static constexpr uint32_t kOwn = kGrams + kSums * kGramWarps * kOctet * 48;              // [kAhead / 2][rank][kValues] fp32
   static constexpr uint32_t kPre = kOwn + kAhead / 2 * kRanks * kValues * 4;               // [kAhead][token] of pre[4], factor
@@ -66,11 +69,9 @@ struct Layout {
   static constexpr uint32_t kWeight = kWaiting + 2 * 32 * 80;   // the block's channels of the norm's weight
   static constexpr uint32_t kGram = kWeight + kChannels * 2;    // [owner warp] of 12 fp32
   static constexpr uint32_t kBars = kGram + 2 * 48;
-  static constexpr int kBarriers = 4 * kStages + kSums + kAhead / 2 + kAhead;
+  static constexpr int kBarriers = 4 * kAhead + kSums + kAhead / 2 + kAhead;
   static constexpr uint32_t kBytes = kBars + 8 * kBarriers;
   static_assert(kComb + kOctet * 64 <= kY + 5120 && kBytes <= 232448);
-  static_assert(kStages >= kAhead);  // else a stage's `done` could end twice before the sums of kAhead later look at it
-  static_assert(kStages > kSums);    // else its `ready` could before the sums are added: products are at most kSums ahead of that
 };
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
@@ -135,9 +136,6 @@ __device__ __forceinline__ float ld_f1(uint32_t addr) {
 __device__ __forceinline__ void st_f1(uint32_t addr, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
 }
-__device__ __forceinline__ void st_f4(uint32_t addr, float a, float b, float c, float d) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
 __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -153,10 +151,14 @@ __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + __e
 // A place in a ring of buffers and the parity of its barriers' phase.
 template <int kSize>
 struct Turn {
-  int at = 0;
+  int n = 0, at = 0;
   uint32_t phase = 0;
   __device__ __forceinline__ void next() {
-    if (++at == kSize) at = 0, phase ^= 1;
+    if constexpr ((kSize & (kSize - 1)) == 0) {
+      ++n, at = n % kSize, phase = n / kSize & 1;  // fewer operations, and none where n is a counter anyway
+    } else if (++at == kSize) {
+      at = 0, phase ^= 1;
+    }
   }
 };
 template <int kRegisters>
@@ -226,7 +228,7 @@ __device__ __forceinline__ T keep(T x) {  // a value that the compiler is to tak
 template <bool kAfter>
 struct Place {
   using L = Layout<kAfter>;
-  static constexpr int S = L::kStages;
+  static constexpr int S = kAhead;
   uint32_t smem;
   int warp, lane, rank, cluster, clusters, count;
   __device__ __forceinline__ Place(uint32_t shared, const Params& p) {
@@ -244,8 +246,10 @@ struct Place {
   __device__ __forceinline__ uint32_t streams(int i) const { return kAfter ? mixed(i) : full(i); }
   // The warps' sums are added; the own token's sums of all ranks; pre and factors of all tokens.
   __device__ __forceinline__ uint32_t added(int i) const { return done(4 * S + i); }
-  __device__ __forceinline__ uint32_t own(int i) const { return done(4 * S + kSums + i); }
-  __device__ __forceinline__ uint32_t pre(int i) const { return done(4 * S + kSums + kAhead / 2 + i); }
+  __device__ __forceinline__ uint32_t own(int i) const { return done(4 * S + L::kSums + i); }
+  __device__ __forceinline__ uint32_t pre(int i) const { return done(4 * S + L::kSums + kAhead / 2 + i); }
+  // Where an octet's sums are: with as many buffers as stages, in the stage's.
+  __device__ __forceinline__ int sums(const Turn<S>& turn, const Turn<L::kSums>& buf) const { return kAfter ? buf.at : turn.at; }
   // A warp's 32 channels of a stage's tokens: the lane's token, and its 16 bytes in the first stream, the next 1024 on.
   __device__ __forceinline__ int token() const { return token_of(lane >> 2); }
   __device__ __forceinline__ uint32_t line(int part) const {
@@ -265,8 +269,8 @@ __device__ __forceinline__ void product(const Place<kAfter>& at, const Params& p
   // These warps do not wait for the kernel ahead: weights were there before it, and all else comes by way of the loading warp.
   const int group = at.lane >> 2, quad = at.lane & 3;
   const uint32_t line = at.line(at.warp), to = keep(at.smem + L::kPartial + ((at.warp * kOctet + quad) * kRow + group) * 4);
-  Turn<L::kStages> turn;
-  Turn<kSums> buf;
+  Turn<kAhead> turn;
+  Turn<L::kSums> buf;
   uint4 x[4];
   auto load = [&]() {
 #pragma unroll
@@ -276,7 +280,7 @@ __device__ __forceinline__ void product(const Place<kAfter>& at, const Params& p
   load();
 #pragma unroll 1
   for (int it = 0; it < at.count; ++it) {
-    const uint32_t now = at.ready(turn.at);
+    const uint32_t now = at.ready(turn.at), sums = to + at.sums(turn, buf) * kWarps * kOctet * kRow * 4;
     float acc[3][4] = {};
 #pragma unroll
     for (int s = 0; s < 4; ++s)
@@ -287,79 +291,80 @@ __device__ __forceinline__ void product(const Place<kAfter>& at, const Params& p
     turn.next();
     if (it + 1 < at.count) mbar_wait(at.streams(turn.at), turn.phase);
     load();  // the next octet, while the products end; after the last one, nothing of use
-    if (it >= kSums) mbar_wait(at.added(buf.at), buf.phase ^ 1);
+    if (kAfter && it >= L::kSums) mbar_wait(at.added(buf.at), buf.phase ^ 1);
 #pragma unroll
     for (int m = 0; m < 3; ++m) asm volatile("" : "+f"(acc[m][0]), "+f"(acc[m][1]), "+f"(acc[m][2]), "+f"(acc[m][3]));
 #pragma unroll
     for (int c = 0; c < 2; ++c) {  // column 2 * quad + c: token quad + 4 * c
-      const uint32_t sums = to + (buf.at * kWarps * kOctet + 4 * c) * kRow * 4;
-      st_f1(sums, acc[0][c] + acc[1][2 + c]);
-      st_f1(sums + 32, acc[0][2 + c] + acc[2][c]);
-      st_f1(sums + 64, acc[1][c] + acc[2][2 + c]);
+      st_f1(sums + c * 4 * kRow * 4, acc[0][c] + acc[1][2 + c]);
+      st_f1(sums + c * 4 * kRow * 4 + 32, acc[0][2 + c] + acc[2][c]);
+      st_f1(sums + c * 4 * kRow * 4 + 64, acc[1][c] + acc[2][2 + c]);
     }
     __syncwarp();
     if (at.lane == 0) mbar_arrive(now);
-    buf.next();
+    if (kAfter) buf.next();
   }
 }
 
-// Products of a token's streams with each other, over 64 channels a warp.
+// Products of a token's streams with each other, over 64 channels a warp; each set of warps for the octets whose turn it is.
 template <bool kAfter>
 __device__ __forceinline__ void gram(const Place<kAfter>& at, const Params& p) {
   using L = Layout<kAfter>;
-  const int part = at.warp - 2 * kWarps, group = at.lane >> 2, quad = at.lane & 3;
-  // A lane has 8 of the 32 bytes that a token has in a step; the tokens of four neighbouring groups have theirs in different banks.
-  const int token = (group & 3) * 2 + (group >> 2);
+  const int part = at.warp % kGramWarps, set = (at.warp - 2 * kWarps) / kGramWarps, group = at.lane >> 2, quad = at.lane & 3;
+  // Four tokens at a time, the even or the odd ones: on the rows their streams 0 and 1, then 2 and 3, on the columns either two. A
+  // lane has 8 of the 32 bytes that a token has in a step; the tokens of four neighbouring groups have theirs in different banks.
+  const int token = (group & 3) * 2, stream = group >> 2;
   const uint32_t zero = p.tokens >> 31;
-  const uint32_t line = keep(at.smem + part * 4096 + token * 128 + ((quad >> 1) ^ token) * 16 + (quad & 1) * 8);
-  const uint32_t to = keep(at.smem + L::kGrams + (part * kOctet + token) * 48);
-  Turn<L::kStages> turn;
-  Turn<kSums> buf;
-  uint2 x[2][4];
-  auto load = [&](int i) {
-#pragma unroll
-    for (int s = 0; s < 4; ++s) x[i & 1][s] = ld_u2(((line + turn.at * L::kStage) ^ i * 32) + s * 1024);
-  };
+  const uint32_t line = keep(at.smem + part * 4096 + stream * 1024 + token * 128 + ((quad >> 1) ^ token) * 16 + (quad & 1) * 8);
+  // Of the two columns of a lane's results one may be of the row's token. Sums of a token: 00 01 10 11, 02 03 12 13, 22 23 32 33.
+  const bool same = (quad & 1) == (group >> 1 & 1);
+  const uint32_t to = keep(at.smem + L::kGrams + (part * kOctet + token) * 48 + (stream * 2 + (quad >> 1)) * 4);
+  Turn<kAhead> turn;
+  Turn<L::kSums> buf;
+  if (set) turn.next();
 #pragma unroll 1
-  for (int it = 0; it < at.count; ++it) {
-    const uint32_t now = at.ready(turn.at);
-    if (it == 0) mbar_wait(at.streams(0), 0), load(0);
-    float upper[2][4] = {}, lower[4][4] = {};
+  for (int it = set; it < at.count; it += L::kGramSets) {
+    const uint32_t from = line + turn.at * L::kStage, now = at.ready(turn.at), sums = to + at.sums(turn, buf) * kGramWarps * kOctet * 48;
+    uint2 x[2][4];  // streams 0 and 1, streams 2 and 3 of even tokens, then of odd ones
+    auto load = [&](int i) {
+#pragma unroll
+      for (int s = 0; s < 4; ++s) x[i & 1][s] = ld_u2((from ^ (i * 32 + (s >> 1) * 16)) + (s >> 1) * 128 + (s & 1) * 2048);
+    };
+    mbar_wait(at.streams(turn.at), turn.phase);
+    load(0);
+    float left[2][4] = {}, right[2][4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i < 3) {
-        load(i + 1);
-      } else {
-        turn.next();
-        if (it + 1 < at.count) mbar_wait(at.streams(turn.at), turn.phase);
-        load(0);  // the next octet; after the last one, nothing of use
-      }
-      // On the rows two streams of all tokens, on the columns one. Copied by an operation, lest the compiler copy for each product.
+      if (i < 3) load(i + 1);
       const uint2* v = x[i & 1];
-      const uint4 first = make_uint4(v[0].x ^ zero, v[1].x ^ zero, v[0].y ^ zero, v[1].y ^ zero);
-      const uint4 last = make_uint4(v[2].x ^ zero, v[3].x ^ zero, v[2].y ^ zero, v[3].y ^ zero);
 #pragma unroll
-      for (int s = 0; s < 4; ++s) {
-        if (s < 2) mma(upper[s], first, v[s].x, v[s].y);
-        mma(lower[s], last, v[s].x, v[s].y);
+      for (int o = 0; o < 2; ++o) {
+        // Copied by an operation, lest the compiler copy for each product.
+        const uint4 rows = make_uint4(v[2 * o].x ^ zero, v[2 * o + 1].x ^ zero, v[2 * o].y ^ zero, v[2 * o + 1].y ^ zero);
+        mma(left[o], rows, v[2 * o].x, v[2 * o].y);
+        mma(right[o], rows, v[2 * o + 1].x, v[2 * o + 1].y);
       }
     }
-    if (it >= kSums) mbar_wait(at.added(buf.at), buf.phase ^ 1);
+    if (kAfter && it >= L::kSums) mbar_wait(at.added(buf.at), buf.phase ^ 1);
     // No product may sink into the branch.
 #pragma unroll
-    for (int s = 0; s < 4; ++s) asm volatile("" : "+f"(lower[s][0]), "+f"(lower[s][1]), "+f"(lower[s][2]), "+f"(lower[s][3]));
+    for (int o = 0; o < 2; ++o) {
+      asm volatile("" : "+f"(left[o][0]), "+f"(left[o][1]), "+f"(left[o][2]), "+f"(left[o][3]));
+      asm volatile("" : "+f"(right[o][0]), "+f"(right[o][1]), "+f"(right[o][2]), "+f"(right[o][3]));
+    }
+    if (same) {
 #pragma unroll
-    for (int s = 0; s < 2; ++s) asm volatile("" : "+f"(upper[s][0]), "+f"(upper[s][1]), "+f"(upper[s][2]), "+f"(upper[s][3]));
-    if (quad == group >> 1) {  // the diagonal: a token's streams with each other
-      auto own = [&](const float (&d)[4], int half) { return group & 1 ? d[half + 1] : d[half]; };
-      const uint32_t sums = to + buf.at * kGramWarps * kOctet * 48;
-      st_f4(sums, own(upper[0], 0), own(upper[0], 2), own(lower[0], 0), own(lower[0], 2));       // 00 01 02 03
-      st_f4(sums + 16, own(upper[1], 2), own(lower[1], 0), own(lower[2], 0), own(lower[2], 2));  // 11 12 22 23
-      st_shared_f2(sums + 32, own(lower[3], 2), own(lower[1], 2));                               // 33 13
+      for (int o = 0; o < 2; ++o) {
+        st_f1(sums + o * 48, group & 1 ? left[o][1] : left[o][0]);
+        st_f1(sums + o * 48 + 16, group & 1 ? right[o][1] : right[o][0]);
+        st_f1(sums + o * 48 + 32, group & 1 ? right[o][3] : right[o][2]);
+      }
     }
     __syncwarp();
     if (at.lane == 0) mbar_arrive(now);
-    buf.next();
+    turn.next();
+    if (L::kGramSets == 2) turn.next();
+    if (kAfter) buf.next();
   }
 }
 
@@ -372,32 +377,31 @@ __device__ __forceinline__ void reduce(const Place<kAfter>& at, int reducer) {
   const bool grams = unit >= 6;
   const uint32_t from = keep(at.smem + (grams ? L::kGrams + token * 48 + (unit - 6) * 16 : L::kPartial + (token * kRow + 4 * unit) * 4));
   const int each = grams ? kOctet * 48 : kOctet * kRow * 4, all = keep(grams ? kGramWarps * kOctet * 48 : kWarps * kOctet * kRow * 4);
-  const uint32_t to = at.smem + L::kOwn + (at.rank * kValues + 4 * unit) * 4;
-  const uint32_t even_to = keep(map_rank(to, token & 7)), even_bar = keep(map_rank(at.own(0), token & 7));
-  const uint32_t odd_to = keep(map_rank(to, (token & 7) + 8)), odd_bar = keep(map_rank(at.own(0), (token & 7) + 8));
-  Turn<L::kStages> turn, back;
-  Turn<kSums> buf;
-  Turn<kAhead / 2> slot;
+  const uint32_t to = keep(at.smem + L::kOwn + (at.rank * kValues + 4 * unit) * 4);
+  Turn<kAhead> turn;
+  Turn<L::kSums> buf;
 #pragma unroll 1
-  for (int it = 0; it < at.count; ++it, turn.next(), buf.next()) {
+  for (int it = 0; it < at.count; ++it, turn.next()) {
     mbar_wait(at.ready(turn.at), turn.phase);
     float4 m = {};
     if (token < kOctet) {
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
         if (w == kGramWarps && grams) break;
-        const float4 v = ld_f4(from + buf.at * all + w * each);
+        const float4 v = ld_f4(from + at.sums(turn, buf) * all + w * each);
         m.x += v.x, m.y += v.y, m.z += v.z, m.w += v.w;
       }
     }
-    __syncwarp();
-    if (at.lane == 0) mbar_arrive(at.added(buf.at));
+    if (kAfter) {
+      __syncwarp();
+      if (at.lane == 0) mbar_arrive(at.added(buf.at));
+      buf.next();
+    }
     if (it == 0) cluster_wait();
-    // kAhead octets back layer_in is made here, so every owner has read what these sums overwrite, and may overwrite pre.
-    if (it >= kAhead) mbar_wait(at.done(back.at), back.phase), back.next();
-    if (token < kOctet)
-      send_f4((it & 1 ? odd_to : even_to) + slot.at * kRanks * kValues * 4, m, (it & 1 ? odd_bar : even_bar) + 8 * slot.at);
-    if (it & 1) slot.next();
+    // The octet's stage was loaded after layer_in of kAhead octets back was made here, so every owner has read what these sums
+    // overwrite, and may overwrite pre.
+    const int slot = it / 2 % (kAhead / 2), owner = token + (it & 1) * 8;
+    if (token < kOctet) send_f4(map_rank(to + slot * kRanks * kValues * 4, owner), m, map_rank(at.own(slot), owner));
   }
 }
 
@@ -405,12 +409,12 @@ __device__ __forceinline__ void reduce(const Place<kAfter>& at, int reducer) {
 template <bool kAfter>
 __device__ __forceinline__ void own_tokens(const Place<kAfter>& at, const Params& p, int first) {
   using L = Layout<kAfter>;
-  // Lane i has the values 2 i and 2 i + 1 of the 34.
+  // Lane i has the values 2 i and 2 i + 1 of the 36.
   const int lane = at.lane, rank = at.rank;
   const float factor = lane < 2 ? p.scale[0] : lane < 4 ? p.scale[1] : p.scale[2];
   const float2 base = lane < 12 ? *(const float2*)(p.base + 2 * lane) : make_float2(0, 0);
   const uint32_t pre_to = keep(map_rank(at.smem + L::kPre + (rank & 7) * 32, lane & 15)), pre_bar_to = keep(map_rank(at.pre(0), lane & 15));
-  const uint32_t grams = at.smem + L::kGram + first * 48, values = keep(at.smem + L::kOwn + min(lane, 16) * 8);
+  const uint32_t grams = at.smem + L::kGram + first * 48, values = keep(at.smem + L::kOwn + min(lane, 17) * 8);
   const int own = (at.count - (rank >> 3) + 1) / 2;
   // Both warps have done the tokens of n's group of 32, for the warp of the Sinkhorns. Neighbouring groups have barriers of their own,
   // for one warp may be in the next before the other has ended this one. The next group takes the
@@ -444,12 +448,11 @@ __device__ __forceinline__ void own_tokens(const Place<kAfter>& at, const Params
       v[r & 3].x += x.x, v[r & 3].y += x.y;
     }
     const float2 sum = make_float2((v[0].x + v[1].x) + (v[2].x + v[3].x), (v[0].y + v[1].y) + (v[2].y + v[3].y));
-    if (lane >= 12 && lane < 17) st_shared_f2(grams + (lane - 12) * 8, sum.x, sum.y);
+    if (lane >= 12 && lane < 18) st_shared_f2(grams + (lane - 12) * 8, sum.x, sum.y);
     __syncwarp();
     if (lane == 0) mbar_expect(at.own(slot), kRanks * kValues * 4);
-    const float4 g0 = ld_f4(grams), g1 = ld_f4(grams + 16);  // 00 01 02 03, 11 12 22 23
-    const float2 g3 = ld_f2(grams + 32);                     // 33 13
-    const float r = rsqrtf(((g0.x + g1.x) + (g1.z + g3.x)) * (1.0f / (4 * kD)) + p.norm_eps) * factor;
+    const float4 g0 = ld_f4(grams), g1 = ld_f4(grams + 16), g2 = ld_f4(grams + 32);  // 00 01 10 11, 02 03 12 13, 22 23 32 33
+    const float r = rsqrtf(((g0.x + g0.w) + (g2.x + g2.w)) * (1.0f / (4 * kD)) + p.norm_eps) * factor;
     const float2 x = make_float2(sum.x * r + base.x, sum.y * r + base.y), s = make_float2(sigmoid(x.x), sigmoid(x.y));
     if (lane >= 4 && lane < 12) st_shared_f2(at.smem + L::kWaiting + (n & 63) * 80 + (lane - 4) * 8, x.x, x.y);
     const bool ends = (n & 31) >= 30 || n + 2 >= own, waits = n >= 32 && n >> 5 != (own - 1) >> 5;
@@ -457,9 +460,9 @@ __device__ __forceinline__ void own_tokens(const Place<kAfter>& at, const Params
     auto pre_of = [&](int i) { return __shfl_sync(~0u, (i & 1 ? s.y : s.x) + p.eps, i >> 1); };
     const float4 pre = make_float4(pre_of(0), pre_of(1), pre_of(2), pre_of(3));
     if (lane < kRanks) send_f4(pre_to + buf * kOctet * 32, pre, pre_bar_to + 8 * buf);
-    const float squares = pre.x * (pre.x * g0.x + 2 * ((pre.y * g0.y + pre.z * g0.z) + pre.w * g0.w)) +
-                          pre.y * (pre.y * g1.x + 2 * (pre.z * g1.y + pre.w * g3.y)) +
-                          (pre.z * (pre.z * g1.z + 2 * (pre.w * g1.w)) + pre.w * pre.w * g3.x);
+    const float squares = pre.x * (pre.x * g0.x + 2 * ((pre.y * g0.y + pre.z * g1.x) + pre.w * g1.y)) +
+                          pre.y * (pre.y * g0.w + 2 * (pre.z * g1.z + pre.w * g1.w)) +
+                          (pre.z * (pre.z * g2.x + 2 * (pre.w * g2.y)) + pre.w * pre.w * g2.w);
     const float f = rsqrtf((squares < 0 ? 0.0f : squares) * (1.0f / kD) + p.norm_eps);  // NaN stays NaN
     if (lane < kRanks) send_f1(pre_to + buf * kOctet * 32 + 16, f, pre_bar_to + 8 * buf);
     if (lane >= 2 && lane < 4 && token < p.tokens)
@@ -497,7 +500,7 @@ __device__ __forceinline__ void sinkhorns(const Place<kAfter>& at, const Params&
 template <bool kAfter>
 __device__ __forceinline__ void load(const Place<kAfter>& at, const Params& p, const CUtensorMap* streams_map, const CUtensorMap* y_map) {
   using L = Layout<kAfter>;
-  constexpr int S = L::kStages;
+  constexpr int S = kAhead;
   previous_kernel_wait();
   Turn<S> turn;
 #pragma unroll 1
@@ -521,7 +524,7 @@ template <bool kAfter>
 __device__ __forceinline__ void store(const Place<kAfter>& at, const CUtensorMap* out_map) {
   using L = Layout<kAfter>;
   previous_kernel_wait();
-  Turn<L::kStages> turn, back;
+  Turn<kAhead> turn, back;
 #pragma unroll 1
   for (int it = 0, token0 = at.cluster * kOctet; it < at.count; ++it, token0 += at.clusters * kOctet, turn.next()) {
     mbar_wait(at.mixed(turn.at), turn.phase);
@@ -538,26 +541,27 @@ __device__ __forceinline__ void store(const Place<kAfter>& at, const CUtensorMap
 template <bool kAfter>
 __device__ __forceinline__ void layer(const Place<kAfter>& at, const Params& p) {
   using L = Layout<kAfter>;
-  const int part = at.warp - kWarps, t = at.token(), channel = at.rank * kChannels + part * 32 + (at.lane & 3) * 8;
-  const uint32_t line = at.line(part), factors = keep(at.smem + L::kPre + t * 32);
-  int token = keep(at.cluster * kOctet + t);
-  const int step = at.clusters * kOctet;
+  // Half of the tokens, 64 channels: eight lanes write whole lines of 128 bytes.
+  const int part = at.warp - kWarps, t = keep((part & 1) * 4 + (at.lane >> 3)), channel = keep((part >> 1) * 64 + (at.lane & 7) * 8);
+  const uint32_t line = keep(at.smem + (part >> 1) * 4096 + t * 128 + ((at.lane & 7) ^ t) * 16), factors = keep(at.smem + L::kPre + t * 32);
+  __nv_bfloat16* to = p.layer_in + (int64_t)(at.cluster * kOctet + t) * kD + at.rank * kChannels + channel;
+  const __nv_bfloat16* end = p.layer_in + (int64_t)p.tokens * kD;  // tokens past the last one
+  const int64_t step = (int64_t)at.clusters * kOctet * kD;
   previous_kernel_wait();
   mbar_wait(at.full(0), 0);  // the norm's weights came with the first octet
-  const uint32_t weights = keep(at.smem + L::kWeight + (part * 32 + (at.lane & 3) * 8) * 2);
+  const uint32_t weights = keep(at.smem + L::kWeight + channel * 2);
   uint4 weight = ld_u4(weights);
-  Turn<L::kStages> late;
-  Turn<kAhead> late_buf;
+  Turn<kAhead> late;
   auto make_layer_in = [&]() {
     if (!kAfter) mbar_wait(at.full(late.at), late.phase);
     uint4 x[4];
 #pragma unroll
     for (int s = 0; s < 4; ++s) x[s] = ld_u4(line + late.at * L::kStage + s * 1024);
-    const uint32_t bar = at.pre(late_buf.at);
-    if (kAfter) weight = ld_u4(weights);  // for want of registers
-    mbar_wait(bar, late_buf.phase);
-    const float4 pre = ld_f4(factors + late_buf.at * kOctet * 32);
-    const float f = ld_f1(factors + late_buf.at * kOctet * 32 + 16);
+    const uint32_t bar = at.pre(late.at);
+    weight = kAfter ? ld_u4(weights) : make_uint4(weight.x, weight.y, weight.z, keep(weight.w));  // for want of registers
+    mbar_wait(bar, late.phase);
+    const float4 pre = ld_f4(factors + late.at * kOctet * 32);
+    const float f = ld_f1(factors + late.at * kOctet * 32 + 16);
     if (part == 0 && at.lane == 0) mbar_expect(bar, kOctet * 20);
     auto made = [&](uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t g) {
       const uint32_t v = pack_bf16(pre.x * bf16_lo(a) + pre.y * bf16_lo(b) + pre.z * bf16_lo(c) + pre.w * bf16_lo(d),
@@ -568,16 +572,16 @@ __device__ __forceinline__ void layer(const Place<kAfter>& at, const Params& p) 
                                  made(x[0].z, x[1].z, x[2].z, x[3].z, weight.z), made(x[0].w, x[1].w, x[2].w, x[3].w, weight.w));
     __syncwarp();
     if (at.lane == 0) mbar_arrive(at.done(late.at));
-    if (token < p.tokens) *(uint4*)(p.layer_in + (int64_t)token * kD + channel) = out;
-    token += step;
-    late.next(), late_buf.next();
+    if (to < end) *(uint4*)to = out;
+    to += step;
+    late.next();
   };
   if constexpr (!kAfter) {
 #pragma unroll 1
     for (int it = 0; it < at.count; ++it) make_layer_in();
   } else {
     const uint32_t y_line = keep(line + L::kY - (part >> 1) * 3072);
-    Turn<L::kStages> turn;
+    Turn<kAhead> turn;
 #pragma unroll 1
     for (int it = 0; it < at.count + kLate; ++it) {
       if (it < at.count) {
@@ -627,14 +631,14 @@ __device__ __forceinline__ void layer(const Place<kAfter>& at, const Params& p) 
 }  // namespace
 
 template <bool kAfter>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Layout<kAfter>::kThreads, 1)
     mhc(const __grid_constant__ CUtensorMap streams_map, const __grid_constant__ CUtensorMap y_map,
         const __grid_constant__ CUtensorMap out_map, const __grid_constant__ Params p) {
   using L = Layout<kAfter>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t smem = smem_u32(shared_bytes);
   if (threadIdx.x < L::kBarriers) {
-    constexpr int S = L::kStages, first_own = 4 * S + kSums, first_pre = first_own + kAhead / 2;
+    constexpr int S = kAhead, first_own = 4 * S + L::kSums, first_pre = first_own + kAhead / 2;
     const int i = threadIdx.x;
     const uint32_t bar = smem + L::kBars + 8 * i;
     // Who arrives once a turn: layer_in's warps and the storing one; product's and gram's; mixing ones; then (loads) one that
@@ -652,10 +656,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   cluster_arrive();  // who sends first waits for it
 
-  // Registers a thread of the kinds of warps, four warps each (product and layer_in: eight). All begin with 72; what one gives
-  // another takes. A value that finds no place is spilled to the little that is left of the L1 cache: 2 to 40 % of the time.
-  constexpr int kProduct = 136, kLayer = kAfter ? 56 : 40, kGram = kAfter ? 48 : 64, kSmall = kAfter ? 40 : 48, kLeast = kAfter ? 32 : 40;
-  static_assert(2 * kProduct + 2 * kLayer + kGram + kSmall + kLeast <= 7 * 72 && kThreads == 7 * 128);
+  // Registers a thread of the kinds of warps, four warps each (product and layer_in: eight, gram: four or eight). All begin with what
+  // a block's share is; what one gives another takes. A value that finds no place is spilled to the little that is left of the L1
+  // cache: 2 to 40 % of the time.
+  constexpr int kProduct = 136, kLayer = kAfter ? 56 : 40, kGram = kAfter ? 48 : 40, kSmall = kAfter ? 40 : 48, kLeast = kAfter ? 32 : 32;
+  constexpr int kFours = L::kThreads / 128, kShare = 65536 / L::kThreads / 8 * 8;
+  static_assert(2 * kProduct + 2 * kLayer + L::kGramSets * kGram + kSmall + kLeast <= kFours * kShare);
   const int four = threadIdx.x >> 7, warp = threadIdx.x >> 5 & 3;
   if (four < kWarps / 4) {
     take_registers<kProduct>();
@@ -663,10 +669,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else if (four < 2 * kWarps / 4) {
     give_registers<kLayer>();
     layer<kAfter>({smem, p}, p);
-  } else if (four == 2 * kWarps / 4) {
+  } else if (four < kFours - 2) {
     give_registers<kGram>();
     gram<kAfter>({smem, p}, p);
-  } else if (four == 2 * kWarps / 4 + 1) {
+  } else if (four == kFours - 2) {
     give_registers<kSmall>();
     const Place<kAfter> at(smem, p);
     if (warp < 2) {
@@ -696,7 +702,7 @@ static cudaError_t launch(Params p, cudaStream_t stream, int* most) {
   if (e != cudaSuccess) return e;
   int& clusters = held[device];
   cudaLaunchConfig_t cfg = {};
-  cfg.blockDim = dim3(kThreads);
+  cfg.blockDim = dim3(L::kThreads);
   cfg.dynamicSmemBytes = L::kBytes;
   cfg.stream = stream;
   cudaLaunchAttribute attr[2];
