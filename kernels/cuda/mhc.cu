@@ -72,6 +72,8 @@ struct Layout {
   static constexpr int kBarriers = 4 * kAhead + kSums + kAhead / 2 + kAhead;
   static constexpr uint32_t kBytes = kBars + 8 * kBarriers;
   static_assert(kComb + kOctet * 64 <= kY + 5120 && kBytes <= 232448);
+  // What travels is free when its octet's stage was: a ring of stages must not be longer than those of sums, own sums and pre.
+  static_assert(kAhead % 2 == 0 && kLate < kAhead && (kAfter ? kSums <= kAhead : kSums == kAhead));
 };
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
@@ -392,8 +394,8 @@ __device__ __forceinline__ void reduce(const Place<kAfter>& at, int reducer) {
         m.x += v.x, m.y += v.y, m.z += v.z, m.w += v.w;
       }
     }
+    __syncwarp();
     if (kAfter) {
-      __syncwarp();
       if (at.lane == 0) mbar_arrive(at.added(buf.at));
       buf.next();
     }
