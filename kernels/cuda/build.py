@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler", "-fPIC", "-lineinfo")
@@ -60,6 +63,11 @@ def build(source: str) -> Path:
     )
     if done.returncode != 0:
         raise RuntimeError(f"nvcc refused {source}:\n{done.stdout}{done.stderr}")
+    for line in (done.stdout + done.stderr).splitlines():
+        if (
+            "serialized" in line
+        ):  # tensor-core products one after another, for want of registers: right, and half as fast
+            logger.warning("kernel.slow source=%s nvcc=%s", source, line.strip())
     part.rename(target)
     return target
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -370,3 +371,19 @@ def test_the_copy_engine_is_asked_for_what_it_takes() -> None:
     ):
         with pytest.raises(ValueError, match=r"^q: base 0x[0-9a-f]+, strides .* multiples of 16 bytes$"):
             build.box_strides(wrong, "q")
+
+
+def test_a_kernel_that_the_compiler_made_slow_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What ptxas says of serialised products is logged; what else it says is not."""
+    monkeypatch.setenv("HEADRACE_KERNEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    for said in ("(C7517) warpgroup.wait is injected", "(C7511) wgmma.mma_async instructions are serialized"):
+        nvcc.write_text(f'#!/bin/sh\necho "ptxas info : {said}"\nwhile [ "$1" != -o ]; do shift; done; touch "$2"\n')
+        nvcc.chmod(0o755)
+        caplog.clear()
+        build.build("page_move.cu").unlink()
+        assert ("kernel.slow source=page_move.cu" in caplog.text) == ("C7511" in said)

@@ -316,6 +316,8 @@ def test_three_slots_hold_what_is_needed(rng: random.Random) -> None:
             ratio = rng.choice([8, 16, 128])
             for i in range(start, start + rng.choice([1, 2, 30])):
                 queries.append(dense_tiles(i, min(128, i + 1), (i + 1) // ratio, first))
+                if rng.random() < 0.1:
+                    queries.append(dense_tiles(i, 0, 0, first))  # of no rows
         items = dense_items(queries)
         used: dict[int, int] = {}  # the item that used a slot last
         for at, item in enumerate(items):
@@ -341,6 +343,7 @@ def test_three_slots_hold_what_is_needed(rng: random.Random) -> None:
                         assert next(later) < at
                 # Notes are overwritten after eight; of two in a row one at least waits for its load.
                 assert at - before <= 5
+            assert item.loaded or items[at - 1].loaded
             used[item.slot] = at
     assert reused > 500
 
