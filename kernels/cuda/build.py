@@ -64,9 +64,7 @@ def build(source: str) -> Path:
     if done.returncode != 0:
         raise RuntimeError(f"nvcc refused {source}:\n{done.stdout}{done.stderr}")
     for line in (done.stdout + done.stderr).splitlines():
-        if (
-            "serialized" in line
-        ):  # tensor-core products one after another, for want of registers: right, and half as fast
+        if "serialized" in line:  # products one after another, for want of registers: right, but half as fast
             logger.warning("kernel.slow source=%s nvcc=%s", source, line.strip())
     part.rename(target)
     return target
