@@ -126,9 +126,15 @@ class Step:
     """Which of several."""
     after_first: bool = False
     """Only when the client has the first token."""
+    of_tokens: bool = False
+    """Which token of the output, not which message: a starved worker says several in one."""
 
     def matches(self, seen: Seen) -> bool:
-        return seen.worker == self.worker and seen.way is self.way and self.is_it(seen)
+        if seen.worker != self.worker or seen.way is not self.way or not self.is_it(seen):
+            return False
+        if not self.of_tokens:
+            return True
+        return any(token.index >= self.nth for item in seen.message.step.items for token in item.tokens)
 
 
 def submits(kind: int) -> Callable[[Seen], bool]:
@@ -160,7 +166,7 @@ STEPS = {
         Step(10, PREFILL, Way.FROM_HOLDER, sends("complete"), after_first=True),
         Step(11, PREFILL, Way.TO_HOLDER, sends("taken")),
         Step(12, PREFILL, Way.FROM_WORKER, says("finished")),
-        Step(13, DECODE, Way.FROM_WORKER, says("tokens"), nth=3),
+        Step(13, DECODE, Way.FROM_WORKER, says("tokens"), nth=3, of_tokens=True),
         Step(14, DECODE, Way.FROM_WORKER, says("finished")),
     )
 }
@@ -169,7 +175,7 @@ BEFORE_THE_FIRST_HOP = (1, 2)
 
 def disturb(stage: Stage, step: Step, act: Callable[[Asked], None], *, stream: bool = True) -> Asked:
     """Ask, act when the request is at this step, and let it go on."""
-    with stage.cluster.relay.hold(step.matches, step.nth) as hold:
+    with stage.cluster.relay.hold(step.matches, 1 if step.of_tokens else step.nth) as hold:
         asked = stage.ask(stream=stream or step.after_first)
         hold.wait()
         if step.after_first:
