@@ -150,18 +150,6 @@ __device__ __forceinline__ void decode4(uint32_t codes, uint32_t sixteen, uint32
   b &= 0x87f087f0u;
 }
 
-__device__ __forceinline__ uint4 ld_u4(uint32_t addr) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr));
-  return v;
-}
-
-__device__ __forceinline__ uint32_t ld_u1(uint32_t addr) {
-  uint32_t v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(addr) : "memory");
-  return v;
-}
-
 // Fills the tiles. A warp has 8 rows of every tile. Each of its loads takes 256 bytes of two rows (so few pages, few lines),
 // the last one the ends of all eight: a thread has 16 bytes of a scale group, of the rows of one parity. Its own row, lane % 8, is
 // the one whose slot and place it knows; thread 8 * t + r of a warp reads the slots of row r in tiles t of four (slots, later).
@@ -327,12 +315,6 @@ __device__ __forceinline__ void ask_q(const CUtensorMap* map, uint32_t smem, int
   }
 }
 
-__device__ __forceinline__ float4 ld_f4(uint32_t addr) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr));
-  return v;
-}
-
 // Norms (without weight) and rotates a warp's 8 heads of q in place.
 __device__ __forceinline__ void norm_rope_q(const Params& p, uint32_t smem, int warp, int lane) {
   float4 cs = {}, sn = {};
@@ -386,11 +368,6 @@ __device__ __forceinline__ void norm_rope_q(const Params& p, uint32_t smem, int 
   }
 }
 
-__device__ __forceinline__ float ld_f1(uint32_t addr) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(addr));
-  return v;
-}
 __device__ __forceinline__ void round_bf16(float& x, float& y) {
   uint32_t v = pack_bf16(x, y);
   x = bf16_lo(v);
@@ -715,11 +692,7 @@ __global__ void __launch_bounds__(512, 1) decode_attention(const __grid_constant
 #pragma unroll
     for (int kk = kShared; kk < 32; ++kk) {
       const int row = (warp & 3) * 16 + (lane & 15), chunk = (kk & 3) * 2 + (lane >> 4);
-      uint32_t(&w)[4] = qr[kk - kShared];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                   : "r"(q_block(smem, kk >> 2) + row * 128 + ((chunk ^ (row & 7)) << 4))
-                   : "memory");
+      load_matrices(qr[kk - kShared], q_block(smem, kk >> 2) + row * 128 + ((chunk ^ (row & 7)) << 4));
     }
     for (int it = 0; it < c.count; ++it) {
       const int buf = it & 1;

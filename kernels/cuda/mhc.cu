@@ -107,33 +107,8 @@ __device__ __forceinline__ void send_f4(uint32_t to, float4 v, uint32_t bar) {
 __device__ __forceinline__ void send_f1(uint32_t to, float v, uint32_t bar) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(v), "r"(bar) : "memory");
 }
-__device__ __forceinline__ uint4 ld_u4(uint32_t addr) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint2 ld_u2(uint32_t addr) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(addr) : "memory");
-  return v;
-}
 __device__ __forceinline__ void st_u2(uint32_t addr, uint2 v) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(addr), "r"(v.x), "r"(v.y) : "memory");
-}
-__device__ __forceinline__ float4 ld_f4(uint32_t addr) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr) : "memory");
-  return v;
-}
-__device__ __forceinline__ float2 ld_f2(uint32_t addr) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(addr) : "memory");
-  return v;
-}
-__device__ __forceinline__ float ld_f1(uint32_t addr) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(addr) : "memory");
-  return v;
 }
 __device__ __forceinline__ void st_f1(uint32_t addr, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
@@ -419,9 +394,9 @@ __device__ __forceinline__ void own_tokens(const Place<kAfter>& at, const Params
   const uint32_t grams = at.smem + L::kGram + first * 48, values = keep(at.smem + L::kOwn + min(lane, 17) * 8);
   const int own = (at.count - (rank >> 3) + 1) / 2;
   // Both warps have done the tokens of n's group of 32, for the warp of the Sinkhorns. Neighbouring groups have barriers of their own,
-  // for one warp may be in the next before the other has ended this one. The next group takes the
-  // place of the one before this, and the one after that its barrier: therefore that warp has to be here, done with the one before.
-  // The first group has none before it, and after the last one nothing comes: they need not wait.
+  // for one warp may be in the next before the other has ended this one. The next group takes the place of the one before this, and the
+  // one after that its barrier: therefore that warp has to be here, done with the one before. The first group has none before it, and
+  // after the last one nothing comes: they need not wait.
   auto group_done = [](int n, bool waits) {
     if (waits) {
       if (n & 32)
@@ -661,7 +636,7 @@ __global__ void __launch_bounds__(Layout<kAfter>::kThreads, 1)
   // Registers a thread of the kinds of warps, four warps each (product and layer_in: eight, gram: four or eight). All begin with what
   // a block's share is; what one gives another takes. A value that finds no place is spilled to the little that is left of the L1
   // cache: 2 to 40 % of the time.
-  constexpr int kProduct = 136, kLayer = kAfter ? 56 : 40, kGram = kAfter ? 48 : 40, kSmall = kAfter ? 40 : 48, kLeast = kAfter ? 32 : 32;
+  constexpr int kProduct = 136, kLayer = kAfter ? 56 : 40, kGram = kAfter ? 48 : 40, kSmall = kAfter ? 40 : 48, kLeast = 32;
   constexpr int kFours = L::kThreads / 128, kShare = 65536 / L::kThreads / 8 * 8;
   static_assert(2 * kProduct + 2 * kLayer + L::kGramSets * kGram + kSmall + kLeast <= kFours * kShare);
   const int four = threadIdx.x >> 7, warp = threadIdx.x >> 5 & 3;

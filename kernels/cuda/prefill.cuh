@@ -35,16 +35,6 @@ constexpr float kNan = __builtin_nanf("");
 // A higher maximum counts only if it is so much higher (log2): weights up to 256 are as exact as those up to 1, and sums need no rescaling.
 constexpr float kSlack = 8;
 
-__device__ __forceinline__ float4 ld_shared_f4(uint32_t addr) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr) : "memory");
-  return v;
-}
-__device__ __forceinline__ int2 ld_shared_i2(uint32_t addr) {
-  int2 v;
-  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(addr) : "memory");
-  return v;
-}
 __device__ __forceinline__ void st_shared_i2(uint32_t addr, int x, int y) {
   asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(addr), "r"(x), "r"(y) : "memory");
 }

@@ -59,17 +59,6 @@ constexpr int kSlot = 3, kLoadParity = 4, kFirst = 8, kLast = 16, kKept = 32, kO
 // Behind these the query's own octet may follow (kOwn), maybe merged of two (kMerged): the row's place in it; how far behind the first.
 constexpr int kPairs = 10, kOctets = 12, kFar = 1 << 16, kOwn = 1 << 17, kMerged = 1 << 18, kPlace = 19, kOwnAt = 22;
 
-__device__ __forceinline__ void load_matrices(uint32_t (&w)[4], uint32_t addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-               : "r"(addr)
-               : "memory");
-}
-__device__ __forceinline__ uint4 ld_shared_v4(uint32_t addr) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory");
-  return v;
-}
 __device__ __forceinline__ void group_barrier(int id, bool v) {  // passed when all 128 threads know v
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.or.pred q, %0, 128, p;\n}\n" ::"r"(id), "r"((int)v) : "memory");
 }
@@ -269,7 +258,7 @@ __global__ void __launch_bounds__(512, 1) prefill_dense(const __grid_constant__ 
       do {
         if (t % kPlanned == 0) {
           mbar_wait(plan_made + 8 * (plans & 1), plans >> 1 & 1);
-          plan = ld_shared_v4(smem + kPlan + ((plans & 1) * kPlanned + (lane & (kPlanned - 1))) * 16);
+          plan = ld_u4(smem + kPlan + ((plans & 1) * kPlanned + (lane & (kPlanned - 1))) * 16);
         }
         const auto of_tile = [&](uint32_t x) { return __shfl_sync(~0u, x, t & (kPlanned - 1)); };
         what = of_tile(plan.x);
@@ -324,7 +313,7 @@ __global__ void __launch_bounds__(512, 1) prefill_dense(const __grid_constant__ 
     int it = 0, j = 0;  // notes, tiles
     const auto next_note = [&]() {
       mbar_wait(noted + 8 * (it & (kNotes - 1)), (it / kNotes) & 1);
-      const int2 n = ld_shared_i2(smem + kNote + (it++ & (kNotes - 1)) * 16);
+      const int2 n = ld_i2(smem + kNote + (it++ & (kNotes - 1)) * 16);
       return make_int2(__shfl_sync(~0u, n.x, 0), n.y);
     };
     const auto tell = [&](int what, int query) {  // the other groups, of the weights
@@ -378,7 +367,7 @@ __global__ void __launch_bounds__(512, 1) prefill_dense(const __grid_constant__ 
 
 #pragma unroll
         for (int c = 0; c < 8 * kNumber; ++c) s[c] *= to_log2;
-        const int2 rows = ld_shared_i2(smem + kNote + (it - 1 & (kNotes - 1)) * 16 + 8);
+        const int2 rows = ld_i2(smem + kNote + (it - 1 & (kNotes - 1)) * 16 + 8);
         if ((rows.x & rows.y) != -1) {
           const uint32_t in[2] = {(uint32_t)rows.x >> 2 * quad, (uint32_t)rows.y >> 2 * quad};
 #pragma unroll
@@ -452,11 +441,11 @@ __global__ void __launch_bounds__(512, 1) prefill_dense(const __grid_constant__ 
   int out_slot = -1;  // the one by way of which the last output left
   for (int j = 0;; ++j) {
     mbar_wait(p_full + 8 * (j & 1), j >> 1 & 1);
-    int2 what = ld_shared_i2(smem + kInfo + (j & 1) * 8);
+    int2 what = ld_i2(smem + kInfo + (j & 1) * 8);
     what.x = __shfl_sync(~0u, what.x, 0);
     if (what.x & kEnd) break;
     const uint32_t state = smem + kState + (j & 1) * 1024 + place * 16;
-    const float4 now[2] = {ld_shared_f4(state), ld_shared_f4(state + 128)};
+    const float4 now[2] = {ld_f4(state), ld_f4(state + 128)};
     if (__any_sync(~0u, now[0].x != 1.0f || now[1].x != 1.0f) && !(what.x & kFirst)) {
 #pragma unroll
       for (int c = 0; c < 128; ++c) o[c >> 6][c & 63] *= now[(c >> 1) & 1].x;

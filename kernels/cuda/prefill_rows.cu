@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
   for (int it = group;; it += 2) {
     const auto note_of = [&](int tile) {
       mbar_wait(noted + 8 * (tile & (kNotes - 1)), (tile / kNotes) & 1);
-      return ld_shared_i2(smem + kNote + (tile & (kNotes - 1)) * 8);
+      return ld_i2(smem + kNote + (tile & (kNotes - 1)) * 8);
     };
     const int2 tile = note_of(it);
     int2 before = make_int2(kFirst | kNone, 0);  // the tile before, which the other group weighs
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(384, 1) prefill_rows(const __grid_constant__ C
       if constexpr (kOwnFirst) multiply_q([]() {});
       if (it > 0) {
         mbar_wait(p_full, (it - 1) & 1);
-        const float4 now = ld_shared_f4(state);
+        const float4 now = ld_f4(state);
         const float alpha[2] = {exp2_fast(m[0] - (now.x == -INFINITY ? 0.0f : now.x)), exp2_fast(m[1] - (now.y == -INFINITY ? 0.0f : now.y))};
         m[0] = now.x, m[1] = now.y, l[0] = now.z, l[1] = now.w;
         if (!(before.x & kFirst)) rescale(alpha);
