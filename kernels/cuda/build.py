@@ -89,21 +89,6 @@ def check(status: int, what: str) -> None:
         raise RuntimeError(f"{what}: CUDA error {status}")
 
 
-def box_strides(x: Any, what: str) -> tuple[int, int]:
-    """Strides, in elements, of the first two dimensions of a bf16 tensor of three, as the copy engine takes them.
-
-    Raises:
-        ValueError: rows are not dense, or do not begin at multiples of 16 bytes.
-    """
-    strides = tuple(stride if size > 1 else 8 for size, stride in zip(x.shape, x.stride(), strict=True))
-    if x.stride(2) != 1 or x.data_ptr() % 16 or strides[0] % 8 or strides[1] % 8:
-        raise ValueError(
-            f"{what}: base {x.data_ptr():#x}, strides {tuple(x.stride())}: rows have to be dense and at multiples of "
-            "16 bytes"
-        )
-    return strides[0], strides[1]
-
-
 def address(tensor: Any) -> int | None:
     """Device address of a tensor's first element; None for None."""
     return None if tensor is None else int(tensor.data_ptr())

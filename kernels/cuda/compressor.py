@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from . import build
-from .decode_attention import ENTRY_BYTES, ROW_BYTES, rotate
+from .arguments import is_dense
+from .decode_attention import ENTRY_BYTES, ROW_BYTES, entry_slots, rotate
 
 WIDTH = {4: 1024, 128: 512}
 POOLED = {4: 8, 128: 128}
@@ -96,23 +97,18 @@ class _Params(ctypes.Structure):
 
 
 def _set_window(params: _Params, window: WindowRows) -> None:
-    n = window.page_entries
+    tokens, n = window.kv_TD.shape[0], window.page_entries
     assert window.kv_TD.dtype == torch.bfloat16
     assert window.kv_TD.shape[1:] == (512,)
     assert window.kv_TD.stride(1) == 1
     assert window.kv_TD.stride(0) % 4 == 0
-    assert n & (n - 1) == 0
-    params.window_tokens, params.window_log2_entries = window.kv_TD.shape[0], n.bit_length() - 1
+    assert is_dense(window.positions_T, torch.int64, tokens)
+    assert is_dense(window.slots_T, torch.int64, tokens)
+    params.window_tokens, params.window_log2_entries = tokens, n.bit_length() - 1
     params.kv, params.kv_stride = window.kv_TD.data_ptr(), window.kv_TD.stride(0)
     params.window_positions, params.window_slots = window.positions_T.data_ptr(), window.slots_T.data_ptr()
     params.window_pages, params.window_page_stride = window.pages.data_ptr(), window.pages.stride(0)
-    params.num_window_slots = window.pages.shape[0] * n
-    for x in (window.positions_T, window.slots_T):
-        assert x.dtype == torch.int64
-        assert x.shape == window.kv_TD.shape[:1]
-        assert x.is_contiguous()
-    assert window.pages.dtype == torch.uint8
-    assert window.pages.shape[1] >= n * ENTRY_BYTES
+    params.num_window_slots = entry_slots(window.pages, n)
 
 
 def insert_window(window: WindowRows, cos_sin: Tensor) -> None:
@@ -153,23 +149,12 @@ def compress(
 
     A slot, ring or position that does not exist is as for `insert_window`.
     """
-    keep = POOLED[ratio]
+    tokens, keep = x_TC.shape[0], POOLED[ratio]
     assert x_TC.dtype == state.dtype == torch.float32
     assert x_TC.shape[1] == state.shape[2] == 2 * WIDTH[ratio]
     assert state.shape[1] >= keep
-    assert page_entries & (page_entries - 1) == 0
-    assert pages.dtype == torch.uint8
-    assert pages.shape[1] >= page_entries * ENTRY_BYTES
-    for t, dtype in (
-        (step.positions_T, torch.int64),
-        (step.first_row_T, torch.int32),
-        (step.last_row_T, torch.int32),
-        (step.ring_T, torch.int64),
-        (step.slots_T, torch.int64),
-    ):
-        assert t.dtype == dtype
-        assert t.shape == x_TC.shape[:1]
-        assert t.is_contiguous()
+    assert all(is_dense(x, torch.int64, tokens) for x in (step.positions_T, step.ring_T, step.slots_T))
+    assert all(is_dense(x, torch.int32, tokens) for x in (step.first_row_T, step.last_row_T))
     params = _Params(
         x=x_TC.data_ptr(),
         x_stride=x_TC.stride(0),
@@ -189,10 +174,10 @@ def compress(
         ring_rows=state.shape[1],
         keep=keep,
         log2_entries=page_entries.bit_length() - 1,
-        tokens=x_TC.shape[0],
+        tokens=tokens,
         num_positions=cos_sin.shape[0],
         num_rings=state.shape[0],
-        num_slots=pages.shape[0] * page_entries,
+        num_slots=entry_slots(pages, page_entries),
     )
     if window is not None:
         _set_window(params, window)

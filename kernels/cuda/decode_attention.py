@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from . import build
+from .arguments import box_strides, is_dense
 
 NOPE, ROPE, GROUP, ROW_BYTES, ENTRY_BYTES = 448, 64, 64, 576, 584
 SPLITS = (1, 2, 4, 5, 10)
@@ -98,31 +99,34 @@ def parts_of(tiles: int) -> int:
     return 1 if tiles <= ONE_BLOCK else 2 if tiles <= TWO_BLOCKS else 4
 
 
+def entry_slots(pages: Tensor, page_entries: int) -> int:
+    """How many slots pages of 584-byte entries have; they are checked to be as `EntryList` says and kernels need."""
+    assert page_entries & (page_entries - 1) == 0
+    assert pages.dtype == torch.uint8
+    assert pages.stride(1) == 1
+    assert pages.stride(0) % 16 == pages.data_ptr() % 16 == 0
+    assert pages.shape[1] >= page_entries * ENTRY_BYTES
+    return pages.shape[0] * page_entries
+
+
 def _list_of(entries: EntryList | None, tokens: int) -> _List:
     if entries is None:
         return _List()
-    n = entries.page_entries
-    assert entries.slots_BW.shape[0] == tokens
-    assert entries.lengths_B.shape == (tokens,)
-    assert n & (n - 1) == 0
-    assert entries.pages.dtype == torch.uint8
-    assert entries.pages.stride(1) == 1
-    assert entries.pages.stride(0) % 16 == entries.pages.data_ptr() % 16 == 0
-    assert entries.pages.shape[1] >= n * ENTRY_BYTES
+    num_slots = entry_slots(entries.pages, entries.page_entries)
     assert entries.pages.shape[0] * entries.pages.stride(0) < 16 << 32  # places are 32 bits, in units of 16 bytes
     assert entries.slots_BW.dtype == torch.int32
+    assert entries.slots_BW.shape[0] == tokens
     assert entries.slots_BW.stride(1) == 1 or entries.slots_BW.shape[1] <= 1
-    assert entries.lengths_B.dtype == torch.int32
-    assert entries.lengths_B.is_contiguous()
+    assert is_dense(entries.lengths_B, torch.int32, tokens)
     return _List(
         pages=build.address(entries.pages),
         page_stride=entries.pages.stride(0),
-        num_slots=entries.pages.shape[0] * n,
+        num_slots=num_slots,
         slots=build.address(entries.slots_BW),
         slots_stride=entries.slots_BW.stride(0),
         lengths=build.address(entries.lengths_B),
         width=entries.slots_BW.shape[1],
-        log2_entries=n.bit_length() - 1,
+        log2_entries=entries.page_entries.bit_length() - 1,
     )
 
 
@@ -158,20 +162,18 @@ def decode_attention(
         positions_B: [B] int64. cos_sin: [positions, 64] fp32, 32 cosines then 32 sines.
     """
     assert q_BHD.dtype == torch.bfloat16
-    q_stride_t, q_stride_h = build.box_strides(q_BHD, "q")
+    q_stride_t, q_stride_h = box_strides(q_BHD, "q")
+    batch, heads, channels = q_BHD.shape
     blocks = split or parts_of(sum(-(-x.slots_BW.shape[1] // TILE) for x in (window, second) if x is not None))
     assert blocks in SPLITS
     assert scale > 0
-    assert q_BHD.shape[2] == NOPE + ROPE
-    assert sink_H is None or (sink_H.dtype == torch.float32 and sink_H.shape == q_BHD.shape[1:2])
-    assert lse_BH is None or (lse_BH.dtype == torch.float32 and lse_BH.shape == q_BHD.shape[:2])
-    assert lse_BH is None or lse_BH.is_contiguous()
+    assert channels == NOPE + ROPE
+    assert sink_H is None or is_dense(sink_H, torch.float32, heads)
+    assert lse_BH is None or is_dense(lse_BH, torch.float32, batch, heads)
     fused = raw_q or turn_out or quantised is not None
     if fused:
         assert positions_B is not None
-        assert positions_B.dtype == torch.int64
-        assert positions_B.shape == q_BHD.shape[:1]
-        assert positions_B.is_contiguous()
+        assert is_dense(positions_B, torch.int64, batch)
         assert cos_sin is not None
         assert cos_sin.dtype == torch.float32
         assert cos_sin.is_contiguous()
@@ -179,15 +181,15 @@ def decode_attention(
         q=build.address(q_BHD),
         q_stride_t=q_stride_t,
         q_stride_h=q_stride_h,
-        list=(_List * 2)(_list_of(window, q_BHD.shape[0]), _list_of(second, q_BHD.shape[0])),
+        list=(_List * 2)(_list_of(window, batch), _list_of(second, batch)),
         sink=build.address(sink_H),
         positions=build.address(positions_B) if fused else None,
         cos_sin=build.address(cos_sin) if fused else None,
         lse=build.address(lse_BH),
         scale=scale,
         eps=eps,
-        heads=q_BHD.shape[1],
-        batch=q_BHD.shape[0],
+        heads=heads,
+        batch=batch,
         raw_q=int(raw_q),
         turn_out=int(turn_out),
         by_tiles=int(split is None),
@@ -196,7 +198,7 @@ def decode_attention(
     )
     if quantised is not None:
         codes, scales = quantised
-        assert codes.shape == (q_BHD.shape[1] // 8, q_BHD.shape[0], 4096)
+        assert codes.shape == (heads // 8, batch, 4096)
         assert scales.shape == (*codes.shape[:2], 32)
         assert codes.stride(2) == scales.stride(1) == 1
         assert codes.data_ptr() % 16 == codes.stride(0) % 16 == codes.stride(1) % 16 == 0
@@ -210,8 +212,8 @@ def decode_attention(
         assert out_BHD is not None
         assert out_BHD.dtype == torch.bfloat16
         assert out_BHD.shape == q_BHD.shape
-        params.out, (params.out_stride_t, params.out_stride_h) = out_BHD.data_ptr(), build.box_strides(out_BHD, "out")
-    if not q_BHD.shape[0]:
+        params.out, (params.out_stride_t, params.out_stride_h) = out_BHD.data_ptr(), box_strides(out_BHD, "out")
+    if not batch:
         return
     status = build.load("decode_attention.cu").hr_decode_attention(
         ctypes.byref(params), blocks, ctypes.c_void_p(build.current_stream())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import build
+from .arguments import is_dense
 
 HEADS, CHANNELS, PAGE, CODE_BYTES, KEY_BYTES = 64, 128, 64, 64, 68
 MAX_FOLD = 14
@@ -89,8 +90,7 @@ def index_logits(
     assert q_THD.shape[1:] == (HEADS, CHANNELS)
     assert w_TH.shape == (tokens, HEADS)
     assert table_TW.shape[0] == logits.shape[0] == tokens
-    assert lengths_T.shape == (tokens,)
-    assert lengths_T.is_contiguous()
+    assert is_dense(lengths_T, torch.int32, tokens)
     assert table_TW.stride(1) == 1 or table_TW.shape[1] <= 1
     assert q_THD.stride()[1:] == (CHANNELS, 1)
     assert w_TH.dtype == torch.float32
@@ -104,7 +104,7 @@ def index_logits(
     assert q_THD.stride(0) % 4 == q_THD.data_ptr() % 4 == 0
     assert w_TH.data_ptr() % 8 == 0
     assert pages.shape[0] * pages.stride(0) < 16 << 32  # a page's place is 32 bits, in units of 16 bytes
-    assert lengths_T.dtype == table_TW.dtype == torch.int32
+    assert table_TW.dtype == torch.int32
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     assert logits.shape[1] <= PAGE * table_TW.shape[1]
@@ -159,18 +159,17 @@ def top_k(
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     assert out_TK.stride(1) == 1
-    assert logits.shape[0] == out_TK.shape[0]
-    for x in (lengths_T,) if out_lengths_T is None else (lengths_T, out_lengths_T):
-        assert x.dtype == torch.int32
-        assert x.shape == logits.shape[:1]
-        assert x.is_contiguous()
+    tokens = logits.shape[0]
+    assert out_TK.shape[0] == tokens
+    assert is_dense(lengths_T, torch.int32, tokens)
+    assert out_lengths_T is None or is_dense(out_lengths_T, torch.int32, tokens)
     assert out_TK.dtype == torch.int32
-    assert table_TW is None or (table_TW.dtype == torch.int32 and table_TW.shape[0] == logits.shape[0])
+    assert table_TW is None or (table_TW.dtype == torch.int32 and table_TW.shape[0] == tokens)
     assert table_TW is None or table_TW.stride(1) == 1 or table_TW.shape[1] <= 1
     longest = logits.shape[1] if max_length is None else max_length
     assert longest <= logits.shape[1]
     assert table_TW is None or longest <= PAGE * table_TW.shape[1]
-    if not logits.shape[0]:
+    if not tokens:
         return
     params = _TopK(
         logits=logits.data_ptr(),
@@ -181,12 +180,12 @@ def top_k(
         out=out_TK.data_ptr(),
         out_stride=out_TK.stride(0),
         out_lengths=build.address(out_lengths_T),
-        tokens=logits.shape[0],
+        tokens=tokens,
         k=out_TK.shape[1],
         max_length=longest,
     )
     library = build.load("indexer.cu")
-    size = blocks_a_row or top_k_blocks(logits.shape[0], longest)
+    size = blocks_a_row or top_k_blocks(tokens, longest)
     status = library.hr_top_k(ctypes.byref(params), size, ctypes.c_void_p(build.current_stream()))
     build.check(status, "top_k")
 

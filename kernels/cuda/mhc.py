@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from . import build
+from .arguments import is_dense
 
 STREAMS, HIDDEN, MIXES = 4, 4096, 24
 PACKED = (16, 8, MIXES, 32, 8)
@@ -104,15 +105,14 @@ def hyper_connect(
         (comb_out_TNN, fp32, (t, STREAMS, STREAMS)),
     ]
     assert (after is None) == (streams_out_TND is None)
+    if after is not None and streams_out_TND is not None:
+        shapes = (t, HIDDEN), (t, STREAMS), (t, STREAMS, STREAMS)
+        expected += zip(after, (bf16, fp32, fp32), shapes, strict=True)
+        expected.append((streams_out_TND, bf16, (t, STREAMS, HIDDEN)))
     y, post, comb = after or (None, None, None)
-    if y is not None and post is not None and comb is not None and streams_out_TND is not None:
-        expected += [(y, bf16, (t, HIDDEN)), (post, fp32, (t, STREAMS)), (comb, fp32, (t, STREAMS, STREAMS))]
-        expected += [(streams_out_TND, bf16, (t, STREAMS, HIDDEN))]
     for tensor, dtype, shape in expected:
-        assert tensor.dtype == dtype
-        assert tensor.shape == shape
+        assert is_dense(tensor, dtype, *shape)
         assert tensor.device == streams_TND.device
-        assert tensor.is_contiguous()
         assert tensor.data_ptr() % 16 == 0 or tensor is scale
     assert rounds >= 1
     params = _Params(

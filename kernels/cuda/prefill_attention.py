@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from . import build
+from .arguments import box_strides, is_dense
+from .decode_attention import entry_slots
 
 WINDOW, RING = 128, 144
 
@@ -104,15 +106,13 @@ def gather_rows(pages: Tensor, page_entries: int, slots_R: Tensor, octets: Tenso
     """
     assert octets.dtype == torch.bfloat16
     assert octets.is_contiguous()
-    assert octets.data_ptr() % 16 == pages.data_ptr() % 16 == pages.stride(0) % 16 == 0
-    assert pages.shape[1] >= page_entries * 584
+    assert octets.data_ptr() % 16 == 0
     assert octets.numel() >= slots_R.numel() * 512
-    assert slots_R.dtype == torch.int32
-    assert slots_R.is_contiguous()
+    assert is_dense(slots_R, torch.int32, slots_R.numel())
     params = _GatherParams(
         pages=build.address(pages),
         page_stride=pages.stride(0),
-        num_slots=pages.shape[0] * page_entries,
+        num_slots=entry_slots(pages, page_entries),
         slots=build.address(slots_R),
         octets=build.address(octets),
         rows=slots_R.numel(),
@@ -152,7 +152,7 @@ def prefill_window(
     assert octets.data_ptr() % 16 == 0
     _check(q_THD, (row_T, length_T), sink_H, out_THD, lse_TH)
     queries, heads, _ = q_THD.shape
-    out_stride_t, out_stride_h = build.box_strides(out_THD, "out")
+    out_stride_t, out_stride_h = box_strides(out_THD, "out")
     params = _WindowParams(
         build.address(octets),
         build.address(row_T),
@@ -210,7 +210,7 @@ def prefill_rows(
         assert list_TW.shape[0] == q_THD.shape[0]
         assert list_TW.stride(1) == 1 or width <= 1
     queries, heads, _ = q_THD.shape
-    out_stride_t, out_stride_h = build.box_strides(out_THD, "out")
+    out_stride_t, out_stride_h = box_strides(out_THD, "out")
     params = _RowsParams(
         build.address(window),
         build.address(row_T),
@@ -238,18 +238,13 @@ def prefill_rows(
 def _check(
     q_THD: Tensor, per_query: tuple[Tensor, ...], sink_H: Tensor | None, out_THD: Tensor, lse_TH: Tensor | None
 ) -> None:
+    queries, heads, channels = q_THD.shape
     assert q_THD.dtype == out_THD.dtype == torch.bfloat16
     assert q_THD.shape == out_THD.shape
-    assert q_THD.shape[2] == 512
-    for x in per_query:
-        assert x.dtype == torch.int32
-        assert x.shape == q_THD.shape[:1]
-        assert x.is_contiguous()
-    assert sink_H is None or (sink_H.dtype == torch.float32 and sink_H.shape == q_THD.shape[1:2])
-    if lse_TH is not None:
-        assert lse_TH.dtype == torch.float32
-        assert lse_TH.shape == q_THD.shape[:2]
-        assert lse_TH.is_contiguous()
+    assert channels == 512
+    assert all(is_dense(x, torch.int32, queries) for x in per_query)
+    assert sink_H is None or is_dense(sink_H, torch.float32, heads)
+    assert lse_TH is None or is_dense(lse_TH, torch.float32, queries, heads)
 
 
 @functools.cache
@@ -259,7 +254,7 @@ def _blocks(device: torch.device) -> int:
 
 
 def _launch(name: str, params: ctypes.Structure, q_THD: Tensor) -> None:
-    stride_t, stride_h = build.box_strides(q_THD, "q")
+    stride_t, stride_h = box_strides(q_THD, "q")
     status = getattr(build.load(f"{name}.cu"), f"hr_{name}")(
         ctypes.byref(params),
         ctypes.c_void_p(q_THD.data_ptr()),

@@ -446,8 +446,7 @@ def test_nothing_is_written_outside_of_the_pools(broken: str) -> None:
 import torch
 from headrace.kernels.cuda import compressor as k1
 z = lambda *s, dtype=torch.float32: torch.zeros(*s, dtype=dtype, device="cuda")
-broken, one = {broken!r}, lambda name, x, wrong, dtype=torch.int64: torch.tensor(
-    [x, wrong if broken == name else x], dtype=dtype, device="cuda")
+broken, one = {broken!r}, lambda name, x, wrong: torch.tensor([x, wrong if broken == name else x], device="cuda")
 pages = z(4, 37440, dtype=torch.uint8)
 window = k1.WindowRows(kv_TD=z(2, 512, dtype=torch.bfloat16), positions_T=one("window position", 3, 100),
     slots_T=one("window slot", 5, 256), pages=z(4, 37440, dtype=torch.uint8), page_entries=64)

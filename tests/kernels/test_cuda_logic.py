@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.kernels.cuda import build, compressor, decode_attention, indexer, page_move
+from headrace.kernels.cuda import arguments, build, compressor, decode_attention, indexer, page_move
 
 E4M3 = torch.arange(256, dtype=torch.uint8)
 
@@ -359,10 +359,10 @@ def test_the_copy_engine_is_asked_for_what_it_takes() -> None:
     """Rows at multiples of 16 bytes; of a dimension of one the stride does not matter; all else is an error."""
     x = torch.zeros(4 * 11 * 520 + 8, dtype=torch.bfloat16)
     whole = x[: 4 * 11 * 520].view(4, 11, 520)
-    assert build.box_strides(whole[:, 1:9, :512], "q") == (11 * 520, 520)
-    assert build.box_strides(whole[:, :, :512].transpose(0, 1), "q") == (520, 11 * 520)
-    assert build.box_strides(x.as_strided((1, 8, 512), (1, 520, 1)), "q") == (8, 520)
-    assert build.box_strides(x.as_strided((3, 1, 512), (1024, 3, 1)), "q") == (1024, 8)
+    assert arguments.box_strides(whole[:, 1:9, :512], "q") == (11 * 520, 520)
+    assert arguments.box_strides(whole[:, :, :512].transpose(0, 1), "q") == (520, 11 * 520)
+    assert arguments.box_strides(x.as_strided((1, 8, 512), (1, 520, 1)), "q") == (8, 520)
+    assert arguments.box_strides(x.as_strided((3, 1, 512), (1024, 3, 1)), "q") == (1024, 8)
     for wrong in (
         x[1:].as_strided((2, 8, 512), (8 * 520, 520, 1), 1),
         x.as_strided((2, 8, 512), (8 * 516, 516, 1)),
@@ -370,7 +370,7 @@ def test_the_copy_engine_is_asked_for_what_it_takes() -> None:
         x.as_strided((2, 8, 512), (8 * 520, 1, 8)),
     ):
         with pytest.raises(ValueError, match=r"^q: base 0x[0-9a-f]+, strides .* multiples of 16 bytes$"):
-            build.box_strides(wrong, "q")
+            arguments.box_strides(wrong, "q")
 
 
 def test_a_kernel_that_the_compiler_made_slow_is_told(
