@@ -1,6 +1,7 @@
-"""What fusing pays on one GPU: our kernels beside the same steps as kernels of their own, each compiled by Inductor.
+"""What fusing pays on one GPU: our kernels beside the same steps as kernels of their own, each compiled by Inductor,
+and beside torch's own operations.
 
-    python benchmarks/fusions.py --out results/fusions_h200_20261130.json
+    python benchmarks/fusions.py --out results/fusions_h200_20261201.json
 
 Compressor: save, pool, norm, rotate, quantise, insert. Around decode attention: q's norm and rotation, the new entry's
 rotation, quantisation and insertion (K2); the output's rotation back and quantisation (K3). What K2 and K3 cost inside
@@ -24,6 +25,7 @@ from headrace.kernels.cuda import compressor as k1
 from headrace.kernels.cuda import decode_attention as k5
 
 BF16, DEV = torch.bfloat16, "cuda"
+PARTS = ("K2", "K3")
 SETS = 8
 """Inputs in turn, so that a call does not find what the last one left in the cache."""
 
@@ -31,6 +33,7 @@ SETS = 8
 torch._dynamo.config.recompile_limit = 64
 step = functools.partial(torch.compile, dynamic=False, fullgraph=True)
 """One kernel, or two where a reduction needs it."""
+eager = functools.partial(torch.compiler.set_stance, "force_eager")
 
 
 def exponent(amax: Tensor) -> Tensor:
@@ -117,6 +120,14 @@ def turns() -> Tensor:
     return torch.cat([angle.cos(), angle.sin()], 1).float()
 
 
+def ratios(apart_us: float, fused_us: float, eager_us: float) -> dict[str, float]:
+    """Of graphs: steps that are compiled, the fused kernel, the steps by torch's own operations."""
+    return {
+        "apart_us": apart_us, "fused_us": fused_us, "eager_us": eager_us,
+        "ratio": apart_us / fused_us, "eager_ratio": eager_us / fused_us,
+    }  # fmt: skip
+
+
 def unlike(a: Tensor, b: Tensor) -> float:
     return float((a != b).float().mean())
 
@@ -177,7 +188,9 @@ def compressor(table: Tensor) -> dict[str, Any]:
             joined(d)
         assert unlike(*sets[0]["pages"]) < 2e-3, unlike(*sets[0]["pages"])
         us = [graph_us([lambda d=d, f=f: f(d) for d in sets]) for f in (apart, joined)]
-        rows[f"c4a compressor, {tokens} tokens"] = {"apart_us": us[0], "fused_us": us[1], "ratio": us[0] / us[1]}
+        with eager():
+            us.append(graph_us([lambda d=d: apart(d) for d in sets]))
+        rows[f"c4a compressor, {tokens} tokens"] = ratios(*us)
     return rows
 
 
@@ -254,10 +267,12 @@ def attention_of(batch: int, table: Tensor) -> dict[str, Any]:
     assert unlike(*sets[0]["new"]) < 2e-3
     assert unlike(found["K3 inside"][0].view(torch.uint8), after(sets[0])[0].view(torch.uint8)) < 2e-3
     us = {name: graph_us([lambda d=d, f=form: f(d) for d in sets]) for name, form in forms.items()}
+    with eager():
+        us |= {f"{part} eager": graph_us([lambda d=d, f=forms[f"{part} apart"]: f(d) for d in sets]) for part in PARTS}
     alone = us["attention alone"]
-    for part in ("K2", "K3"):
-        apart, inside = us[f"{part} apart"] - alone, us[f"{part} inside"] - alone
-        rows[f"{part}, batch {batch}"] = {"apart_us": apart, "fused_us": inside, "ratio": apart / inside}
+    for part in PARTS:
+        apart, inside, by_torch = (us[f"{part} {form}"] - alone for form in ("apart", "inside", "eager"))
+        rows[f"{part}, batch {batch}"] = ratios(apart, inside, by_torch)
     rows[f"attention, batch {batch}"] = {"us": alone}
     return rows
 

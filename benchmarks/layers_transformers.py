@@ -1,6 +1,6 @@
 """The stack of `layers.py` in transformers' own implementation, on one GPU: its prefill and its decode steps.
 
-    python benchmarks/layers_transformers.py --out results/layers_transformers_h200_20261130.json
+    python benchmarks/layers_transformers.py --out results/layers_transformers_h200_20261201.json
 
 Random weights of the same shapes in bf16, its dynamic cache in bf16, eager attention, grouped products for the experts,
 no graphs: as the library runs when nothing is done to it. A prompt goes in the largest pieces that fit beside the

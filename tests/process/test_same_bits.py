@@ -98,13 +98,16 @@ def started(checkpoint: Path, kv_dtype: str, num_pairs: int) -> Iterator[tuple[C
         yield one, pairs
 
 
-@pytest.mark.parametrize("num_requests", [IN_EVERY_RUN, pytest.param(NUM_REQUESTS, marks=pytest.mark.slow)])
+NUMBERS = [IN_EVERY_RUN, pytest.param(NUM_REQUESTS, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+
+
+@pytest.mark.parametrize("num_requests", NUMBERS)
 def test_disaggregated_equals_monolithic(one: Cluster, pair: Cluster, num_requests: int, rng: random.Random):
     """Other chunk size, other order, other company, another process for the first token: the same bits."""
     check_same_bits(one, pair, rng, num_requests)
 
 
-@pytest.mark.parametrize("num_requests", [IN_EVERY_RUN, pytest.param(NUM_REQUESTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", NUMBERS)
 def test_disaggregated_equals_monolithic_in_bf16(demo_checkpoint: Path, num_requests: int, rng: random.Random):
     """The same with caches that are rounded otherwise."""
     with started(demo_checkpoint, "bf16", 1) as (one, pair):
