@@ -9,7 +9,22 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef float v16 __attribute__((vector_size(64), aligned(4)));
+/* A vector is a register of this processor, for compilers take wider ones to memory and back: 30 times as long. All that the
+ * arithmetic knows are sixteen lanes: PARTS vectors beside one another. No bit depends on the width. */
+#ifndef HR_LANES
+#if defined(__AVX512F__)
+#define HR_LANES 16
+#elif defined(__AVX__)
+#define HR_LANES 8
+#else
+#define HR_LANES 4
+#endif
+#endif
+enum { LANES = HR_LANES };
+enum { ROWS = LANES == 16 ? 8 : 6, WIDE = LANES == 16 ? 2 : 1 }; /* a product's tile: rows by panels, all sums in registers */
+enum { PARTS = 16 / LANES };
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 
 enum { KV_FP32 = 0, KV_BF16 = 1, KV_FP8 = 2, INDEX_FP32 = 3, INDEX_BF16 = 4, INDEX_FP4 = 5 };
 enum { KV_WIDTH = 512, PLAIN_WIDTH = 448, ROPE_WIDTH = 64, INDEX_WIDTH = 128 };
@@ -23,28 +38,29 @@ static inline uint16_t to_bf16(float x) {
 }
 static inline float bf16_to_float(uint16_t h) { return from_bits((uint32_t)h << 16); }
 static inline float rounded(float x, int round) { return round ? bf16_to_float(to_bf16(x)) : x; }
-typedef int32_t i16 __attribute__((vector_size(64)));
-static inline float lanes_sum(v16 v) { /* a fixed tree: lane i with i + 8, i + 4, i + 2, i + 1 */
-    v += __builtin_shuffle(v, (i16){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-    v += __builtin_shuffle(v, (i16){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-    v += __builtin_shuffle(v, (i16){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
-    return v[0] + v[1];
+static inline vec at(const float *p) { return *(const vec *)p; }
+static inline float lanes_sum(const vec *v) { /* of sixteen, in a fixed tree: lane i with i + 8, i + 4, i + 2, i + 1 */
+    float t[16];
+    memcpy(t, v, sizeof t);
+    for (int step = 8; step; step /= 2)
+        for (int i = 0; i < step; i++) t[i] += t[i + step];
+    return t[0];
 }
-static inline v16 at(const float *p) { return *(const v16 *)p; }
 static inline float dot(const float *a, const float *b, int n) { /* four partial sums, whatever n: the order is n's alone */
-    v16 acc[4] = {{0}};
+    vec acc[4][PARTS] = {{{0}}}, sum[PARTS];
     int i = 0;
     for (; i + 64 <= n; i += 64)
-        for (int j = 0; j < 4; j++) acc[j] += at(a + i + 16 * j) * at(b + i + 16 * j);
-    for (; i < n; i += 16) acc[0] += at(a + i) * at(b + i);
-    return lanes_sum((acc[0] + acc[2]) + (acc[1] + acc[3]));
+        for (int j = 0; j < 4; j++)
+            for (int v = 0; v < PARTS; v++) acc[j][v] += at(a + i + 16 * j + LANES * v) * at(b + i + 16 * j + LANES * v);
+    for (; i < n; i += 16)
+        for (int v = 0; v < PARTS; v++) acc[0][v] += at(a + i + LANES * v) * at(b + i + LANES * v);
+    for (int v = 0; v < PARTS; v++) sum[v] = (acc[0][v] + acc[2][v]) + (acc[1][v] + acc[3][v]);
+    return lanes_sum(sum);
 }
-static inline void store(float *y, v16 v, int cols, int round) {
-    float t[16];
-    memcpy(t, &v, sizeof t);
+static inline void store(float *y, const float *x, int cols, int round) {
     if (round)
-        for (int j = 0; j < 16; j++) t[j] = rounded(t[j], 1);
-    memcpy(y, t, (size_t)cols * 4);
+        for (int j = 0; j < cols; j++) y[j] = rounded(x[j], 1);
+    else memcpy(y, x, (size_t)cols * 4);
 }
 
 /* ---- products: y[T,N] = x[T,K] W[N,K]^T; W packed in panels of 16 outputs, [ceil(N/16)][K][16] ---- */
@@ -56,41 +72,42 @@ void hr_pack(const float *w, int64_t n, int64_t k, float *packed) {
                 packed[(p * k + i) * 16 + j] = p * 16 + j < n ? w[(p * 16 + j) * k + i] : 0.0f;
 }
 
-#define ROWS 8
 static inline __attribute__((always_inline)) void panels(const float *x, int64_t ldx, int rows, int64_t k, const float *w, int num,
                                                          float *y, int64_t ldy, int cols, int round) {
-    v16 acc[ROWS][2];
-    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (v16){0};
+    vec acc[ROWS][2 * PARTS], b[2 * PARTS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < num * PARTS; v++) acc[r][v] = (vec){0};
     for (int64_t i = 0; i < k; i++) {
-        v16 b0 = at(w + i * 16), b1 = num > 1 ? at(w + (k + i) * 16) : b0;
-        for (int r = 0; r < rows; r++) {
-            float a = x[r * ldx + i];
-            acc[r][0] += a * b0;
-            if (num > 1) acc[r][1] += a * b1;
-        }
+        for (int v = 0; v < num * PARTS; v++) b[v] = at(w + (v / PARTS * k + i) * 16 + v % PARTS * LANES);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < num * PARTS; v++) acc[r][v] += x[r * ldx + i] * b[v];
     }
     for (int r = 0; r < rows; r++) {
-        store(y + r * ldy, acc[r][0], num > 1 ? 16 : cols, round);
-        if (num > 1) store(y + r * ldy + 16, acc[r][1], cols, round);
+        float t[32];
+        memcpy(t, acc[r], (size_t)num * 64);
+        store(y + r * ldy, t, cols, round);
     }
 }
 
 void hr_linear(const float *x, int64_t t, int64_t ldx, int64_t k, const float *packed, int64_t n, float *y, int64_t ldy,
                int round) {
-    for (int64_t p = 0; p * 16 < n;) {
-        const float *w = packed + p * k * 16;
-        int num = n - p * 16 > 16 ? 2 : 1;
-        int64_t left = n - (p + num - 1) * 16;
-        int cols = (int)(left < 16 ? left : 16);
+    for (int64_t p = 0; p < n; p += 32) {
+        const float *w = packed + p * k;
+        int cols = (int)(n - p < 32 ? n - p : 32), more = cols - 16;
+        float *out = y + p;
         int64_t r = 0;
-        if (num == 2) {
-            for (; r + ROWS <= t; r += ROWS) panels(x + r * ldx, ldx, ROWS, k, w, 2, y + r * ldy + p * 16, ldy, cols, round);
-            for (; r < t; r++) panels(x + r * ldx, ldx, 1, k, w, 2, y + r * ldy + p * 16, ldy, cols, round);
-        } else {
-            for (; r + ROWS <= t; r += ROWS) panels(x + r * ldx, ldx, ROWS, k, w, 1, y + r * ldy + p * 16, ldy, cols, round);
-            for (; r < t; r++) panels(x + r * ldx, ldx, 1, k, w, 1, y + r * ldy + p * 16, ldy, cols, round);
+        for (; r + ROWS <= t; r += ROWS) {
+            const float *rows = x + r * ldx;
+            if (more > 0 && WIDE == 2) panels(rows, ldx, ROWS, k, w, 2, out + r * ldy, ldy, cols, round);
+            else {
+                panels(rows, ldx, ROWS, k, w, 1, out + r * ldy, ldy, more > 0 ? 16 : cols, round);
+                if (more > 0) panels(rows, ldx, ROWS, k, w + k * 16, 1, out + r * ldy + 16, ldy, more, round);
+            }
         }
-        p += num;
+        for (; r < t; r++) {
+            if (more > 0) panels(x + r * ldx, ldx, 1, k, w, 2, out + r * ldy, ldy, cols, round);
+            else panels(x + r * ldx, ldx, 1, k, w, 1, out + r * ldy, ldy, cols, round);
+        }
     }
 }
 
@@ -406,23 +423,24 @@ int hr_select(const float *q, const float *w, int64_t t, int heads, const int64_
         }
         for (int64_t j = 0; j < n; j += 16) { /* lanes past `have` hold anything; they are never looked at */
             const float *panel = keys_t + j * INDEX_WIDTH;
-            v16 total = {0};
+            vec total[PARTS] = {{0}}, zero = {0};
             for (int h = 0; h < heads; h += 4) {
-                v16 acc[4] = {{0}};
+                vec acc[4][PARTS] = {{{0}}};
                 int some = heads - h < 4 ? heads - h : 4;
                 const float *qh = q + (r * heads + h) * INDEX_WIDTH;
                 if (some == 4)
                     for (int c = 0; c < INDEX_WIDTH; c++)
-                        for (int g = 0; g < 4; g++) acc[g] += qh[g * INDEX_WIDTH + c] * at(panel + c * 16);
+                        for (int g = 0; g < 4; g++)
+                            for (int v = 0; v < PARTS; v++) acc[g][v] += qh[g * INDEX_WIDTH + c] * at(panel + c * 16 + v * LANES);
                 else
                     for (int c = 0; c < INDEX_WIDTH; c++)
-                        for (int g = 0; g < some; g++) acc[g] += qh[g * INDEX_WIDTH + c] * at(panel + c * 16);
-                for (int g = 0; g < some; g++) {
-                    v16 zero = {0};
-                    total += w[r * heads + h + g] * (v16)(~(acc[g] <= zero) & (i16)acc[g]); /* NaN stays NaN */
-                }
+                        for (int g = 0; g < some; g++)
+                            for (int v = 0; v < PARTS; v++) acc[g][v] += qh[g * INDEX_WIDTH + c] * at(panel + c * 16 + v * LANES);
+                for (int g = 0; g < some; g++)
+                    for (int v = 0; v < PARTS; v++)
+                        total[v] += w[r * heads + h + g] * (vec)(~(acc[g][v] <= zero) & (ivec)acc[g][v]); /* NaN stays NaN */
             }
-            memcpy(scores + j, &total, sizeof total);
+            memcpy(scores + j, total, sizeof total);
         }
         int whole = 1;
         for (int64_t j = 0; j < n; j++) {
@@ -514,13 +532,16 @@ int hr_attend(const float *q, int64_t t, int heads, const int64_t *positions, co
                 }
             sum = expf(sink[h] - top);
             for (int64_t i = 0; i < n; i++) sum += p[i] = expf(p[i] - top);
-            for (int part = 0; part < KV_WIDTH; part += 128) {
-                v16 acc[8] = {{0}};
+            for (int part = 0; part < KV_WIDTH; part += 8 * LANES) {
+                vec acc[8] = {{0}};
+                float t[8 * LANES];
                 n = 0;
                 for (int list = 0; list < 2; list++)
                     for (int64_t i = 0; i < counts[list]; i++, n++)
-                        for (int j = 0; j < 8; j++) acc[j] += p[n] * at(rows[list] + i * KV_WIDTH + part + j * 16);
-                for (int j = 0; j < 8; j++) store(oh + part + j * 16, acc[j] / sum, 16, round);
+                        for (int j = 0; j < 8; j++) acc[j] += p[n] * at(rows[list] + i * KV_WIDTH + part + j * LANES);
+                for (int j = 0; j < 8; j++) acc[j] /= sum;
+                memcpy(t, acc, sizeof t);
+                store(oh + part, t, 8 * LANES, round);
             }
         }
     }

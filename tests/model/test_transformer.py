@@ -13,6 +13,8 @@ from oracle.plain import Plain
 from support.views import NUM_PAGES, NUM_WINDOW_PAGES, make_views
 
 from headrace.engine.plan import Slice, plan_batch
+from headrace.kernels import build as kernel_build
+from headrace.kernels import cpu
 from headrace.kvcache.sequence import SequencePages
 from headrace.model.batch import LayerViews
 from headrace.model.config import ModelConfig
@@ -84,3 +86,25 @@ def test_the_bits_do_not_depend_on_the_batch() -> None:
     together = list(model.forward(batch, views).split([260, 1]))
     assert torch.equal(together[0], alone[0])
     assert torch.equal(together[1], alone[1][149:])
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_no_bit_depends_on_the_width_of_vectors(monkeypatch: pytest.MonkeyPatch, lanes: int) -> None:
+    """Compiled for narrower or wider registers than this processor has: the same logits, in products of whole tiles and
+    single rows, attention over all kinds of entries and choices among keys."""
+    ratios = (0, 128, 4)
+    ids = torch.randint(2, 100, (301,), generator=torch.Generator().manual_seed(2)).tolist()
+
+    def logits() -> torch.Tensor:
+        _, model, _ = build(ratios, 4, bf16=True)
+        return run(model, make_views(ratios, "fp8"), ids, [131, 1, 7])
+
+    as_built = logits()
+    monkeypatch.setattr(kernel_build, "FLAGS", (*kernel_build.FLAGS, f"-DHR_LANES={lanes}"))
+    for cached in (kernel_build.load_library, cpu._library):
+        cached.cache_clear()
+    try:
+        assert torch.equal(logits(), as_built)
+    finally:
+        for cached in (kernel_build.load_library, cpu._library):
+            cached.cache_clear()
